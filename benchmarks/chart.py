@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 
 REFERENCE = "vLLM"
 """The engine that ratios compare with."""
-ENGINES = (OURS, REFERENCE, "transformers")
-COLOURS = {OURS: LINE, REFERENCE: "#9aa4b8", "transformers": "#c5ccd9"}
+ENGINES = (OURS, "OpenVINO", REFERENCE, "transformers")
+COLOURS = {OURS: LINE, "OpenVINO": "#8592ab", REFERENCE: "#9aa4b8", "transformers": "#c5ccd9"}
 TRACK = "#f0f2f6"
 TIMES = "\N{MULTIPLICATION SIGN}"
 RATE, COLD = "rollout, whole run", "cold start to first token"
@@ -122,14 +122,14 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     if not rows:
         raise ValueError("there is no shape in these files")
     columns = sorted({panel.column for row in rows.values() for panel in row})
-    figure = Figure(figsize=(0.5 + 2.75 * len(columns), 1.3 + 1.95 * len(rows)))
+    figure = Figure(figsize=(0.5 + 2.75 * len(columns), 1.3 + 2.3 * len(rows)))
     grid = figure.subplots(len(rows), len(columns), squeeze=False)
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
         left=0.3 / width,
         right=1 - 0.3 / width,
-        top=1 - 1.55 / height,
-        bottom=0.5 / height,
+        top=1 - 1.65 / height,
+        bottom=0.65 / height,
         wspace=0.12,
         hspace=0.75,
     )
@@ -165,8 +165,9 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
         )
         for panel in row:
             _panel(line[columns.index(panel.column)], panel)
-    foot = f"{machine['cpu']} ({machine['isa']}), {machine['threads']} threads, bf16. Medians of whole runs. "
-    text(height - 0.3, foot + _versions(results), 8, SOFT)
+    foot = f"{machine['cpu']} ({machine['isa']}), {machine['threads']} threads, bf16. Medians of whole runs."
+    text(height - 0.45, foot, 8, SOFT)
+    text(height - 0.28, _versions(results), 8, SOFT)
     return figure
 
 

@@ -57,7 +57,7 @@ WORKLOAD: dict[str, Any] = {
 """Baselines of another workload are no baselines."""
 
 RESEMBLES: dict[str, Kind] = {
-    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product",
+    "stage.prefill": "product", "stage.decode": "product",
     "end_to_end.rollout": "product",
     "stage.update.receive": "copy", "stage.update.copy": "copy", "end_to_end.cycles": "copy",
     "end_to_end.releases": "copy",

@@ -27,6 +27,8 @@ from caesura.scheduler.parallel.group import TensorParallel
 
 ELEMENTS = (1 << 14, 1 << 16, 1 << 18)
 ROWS, VOCABULARY = 8, 151_936
+TOKENS, HIDDEN = 128, 2048
+"""Tokens of each rank, and the size of their rows."""
 ANSWER_S = 300.0
 CPU = torch.device("cpu")
 Operation = Callable[[], object]
@@ -51,6 +53,14 @@ def operations(
         yield f"logits of {ROWS} rows, gathered on all", way, partial(group.all_gather, part, out)
         yield f"{ROWS} tokens from one to all", way, partial(group.broadcast, tokens, 0)
         yield "barrier", way, group.barrier
+        rows = torch.zeros(size * TOKENS, HIDDEN, dtype=torch.bfloat16)
+        own, counts = rows[:TOKENS], [TOKENS] * size
+        named = f"of {size} x {TOKENS} rows of {HIDDEN} bfloat16"
+        yield f"sum {named}", way, partial(group.all_reduce, rows)
+        yield f"gather {named}", way, partial(group.gather_rows, own, counts)
+        yield f"reduce-scatter {named}", way, partial(group.reduce_scatter, rows, counts)
+        sent = [[TOKENS // size] * size] * size
+        yield f"exchange of {TOKENS} rows from each", way, partial(group.all_to_all, own, sent)
 
 
 def _own_sum(bare: Any, numbers: torch.Tensor) -> None:

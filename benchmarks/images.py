@@ -3,10 +3,12 @@
 Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no
 noise added) and take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed``
 requests that arrive one by one, a third of an image's time apart: diffusers takes those that wait as its next
-batch, of eight at most, and Caesura lets them join between two steps.
+batch, of eight at most, and Caesura lets them join between two steps. Processor time is that of the engine's
+process, and of this one: it compares them also where other processes use the cores.
 
     python benchmarks/images.py
-    python benchmarks/images.py --shape small --threads 2 --json images.json
+    python benchmarks/images.py --shape tiny small --threads 2 1 --cycles 0 --seconds 100 --json images.json
+    python benchmarks/images.py --shape tiny small --dtype bfloat16 --cycles 0
 
 With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the
 components, at their peak and between stages, and what an image and its stages take then.
@@ -15,6 +17,7 @@ components, at their peak and between stages, and what an image and its stages t
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,20 +33,26 @@ from harness.cycles import ALLOWANCE_MS, distribution
 from harness.image_pipelines import SHAPES, write_pipeline
 from harness.process_memory import MB, read_memory
 from harness.script import begin, parser, table, write_json
+from psutil import Process
 from rich.console import Console
 
 from caesura.client import SchedulerClient, launch_scheduler
 from caesura.io_struct import Residency
+from caesura.process.engine_options import DtypeName
 
 PROMPT = "a red circle"
 STEPS = 10
 BATCH = 8
 PATIENCE_S = 300.0
-GAP_SAMPLES = 5
+WARM_S = 2.5
+"""Seconds of images before the first round, for each engine: small steps are traced meanwhile."""
+GAP_SAMPLES = 3
 """Number of images whose median says how far apart requests arrive."""
 WAITED_FOR = ("encode", "denoise", "decode", "pause")
 """Stages that a pause may meet, and its own."""
 WAYS = ("one", "eight", "mixed")
+IMAGES = {"tiny": 24, "small": 8, "even": 8}
+"""Images of one round of one way."""
 STRATEGIES: list[tuple[Residency, Residency]] = [
     ("resident", "resident"),
     ("offload", "resident"),
@@ -59,7 +68,7 @@ LONG = 1000
 """Steps of an image that is paused."""
 
 Rates = dict[str, dict[str, list[float]]]
-"""Images per second by way and engine, one figure per round."""
+"""Images per second by way and engine, one figure per round; or per second of a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +77,31 @@ class Workload:
 
     side: int
     """Pixels of an image's side."""
+    dtype: DtypeName = "float32"
+    """Data type of all components."""
     images: int
-    """Images of one round of one way."""
+    """Images of one round of one way; one after the other a quarter of them."""
     rounds: int
+    """Most rounds."""
+    seconds: float = 3600.0
+    """Seconds after which no round begins."""
+
+
+def _pipeline(folder: Path, workload: Workload) -> Any:
+    return StableDiffusion3Pipeline.from_pretrained(
+        folder,
+        local_files_only=True,
+        text_encoder_3=None,
+        tokenizer_3=None,
+        torch_dtype=getattr(torch, workload.dtype),
+    )
 
 
 class Diffusers:
     """The pipeline of diffusers in this process."""
 
     def __init__(self, folder: Path, workload: Workload) -> None:
-        self._pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
-            folder, local_files_only=True, text_encoder_3=None, tokenizer_3=None
-        )
+        self._pipeline = _pipeline(folder, workload)
         self._pipeline.set_progress_bar_config(disable=True)
         self._workload = workload
 
@@ -142,24 +164,40 @@ class Caesura:
                 future.result()
 
 
-def measure_rates(engines: dict[str, Diffusers | Caesura], workload: Workload) -> Rates:
-    """Measure every way, the engines in turns."""
+def measure_rates(
+    engines: dict[str, Diffusers | Caesura], pid: int, workload: Workload
+) -> tuple[Rates, Rates]:
+    """Measure every way, the engines in turns; the second rates are per second of a processor."""
     for engine in engines.values():
-        engine.images(1, 0)
-        engine.images(BATCH, 0)
+        began = time.perf_counter()
+        for count in itertools.cycle((1, BATCH)):
+            engine.images(count, 0)
+            if time.perf_counter() - began > WARM_S:
+                break
     gap_s = median(_seconds(lambda: engines["diffusers"].images(1, 1)) for _ in range(GAP_SAMPLES)) / 3
-    ways: dict[str, Callable[[Diffusers | Caesura], object]] = {
-        "one": lambda engine: [engine.images(1, number) for number in range(workload.images)],
-        "eight": lambda engine: [engine.images(BATCH, 100 * n) for n in range(workload.images // BATCH)],
-        "mixed": lambda engine: engine.arriving(workload.images, gap_s),
+    alone = -(-workload.images // 4)
+    ways: dict[str, tuple[int, Callable[[Diffusers | Caesura], object]]] = {
+        "one": (alone, lambda engine: [engine.images(1, number) for number in range(alone)]),
+        "eight": (
+            workload.images,
+            lambda engine: [engine.images(BATCH, 100 * n) for n in range(workload.images // BATCH)],
+        ),
+        "mixed": (workload.images, lambda engine: engine.arriving(workload.images, gap_s)),
     }
+    clocks = {"caesura": lambda: sum(Process(pid).cpu_times()[:2]), "diffusers": time.process_time}
     rates: Rates = {way: {name: [] for name in engines} for way in ways}
+    of_processor: Rates = {way: {name: [] for name in engines} for way in ways}
+    began = time.perf_counter()
     for number in range(workload.rounds):
-        for way, work in ways.items():
+        if time.perf_counter() - began > workload.seconds:
+            break
+        for way, (images, work) in ways.items():
             for name in sorted(engines, reverse=bool(number % 2)):
+                before = clocks[name]()
                 seconds = _seconds(lambda work=work, engine=engines[name]: work(engine))  # type: ignore[misc]
-                rates[way][name].append(workload.images / seconds)
-    return rates
+                rates[way][name].append(images / seconds)
+                of_processor[way][name].append(images / (clocks[name]() - before))
+    return rates, of_processor
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -183,9 +221,7 @@ class Cycles:
 
 def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Workload, count: int) -> Cycles:
     """Pause in place, update, continue, ``count`` times, with ``BATCH`` images always on their way."""
-    transformer = StableDiffusion3Pipeline.from_pretrained(
-        folder, local_files_only=True, text_encoder_3=None, tokenizer_3=None
-    ).transformer.requires_grad_(False)
+    transformer = _pipeline(folder, workload).transformer.requires_grad_(False)
     weight = transformer.proj_out.weight
     engine, stop, pauses, updates, rss, reserved = Caesura(client, workload), False, [], [], [], []
 
@@ -248,17 +284,17 @@ class Occupation:
     """Milliseconds of each of :data:`STAGES` for one image, the mean over the images."""
 
 
-def measure_occupation(folder: Path, side: int, threads: int, images: int) -> list[Occupation]:
+def measure_occupation(folder: Path, workload: Workload, threads: int) -> list[Occupation]:
     """Measure an engine for each of :data:`STRATEGIES`, one after the other."""
-    return [_measure(folder, side, threads, images, *each) for each in STRATEGIES]
+    return [_measure(folder, workload, threads, *each) for each in STRATEGIES]
 
 
 def _measure(
-    folder: Path, side: int, threads: int, images: int, frozen: Residency, transformer: Residency
+    folder: Path, workload: Workload, threads: int, frozen: Residency, transformer: Residency
 ) -> Occupation:
     with launch_scheduler(
         folder,
-        dtype="float32",
+        dtype=workload.dtype,
         device="cpu",
         num_threads=threads,
         log_level="WARNING",
@@ -266,7 +302,7 @@ def _measure(
         transformer_residency=transformer,
         prompt_cache_bytes=0,
     ) as client:
-        engine = Caesura(client, Workload(side=side, images=1, rounds=1))
+        engine, images = Caesura(client, workload), workload.images
 
         def image(steps: int = STEPS) -> None:
             engine.images(1, 0, steps)
@@ -310,15 +346,20 @@ def _stage_seconds(client: SchedulerClient) -> dict[str, float]:
     return {name: totals.get(name, 0.0) for name in STAGES}
 
 
-def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
+def tables(console: Console, title: str, rates: Rates, of_processor: Rates, cycles: Cycles | None) -> None:
     rows = []
     for way in WAYS:
         ours, theirs = rates[way]["caesura"], rates[way]["diffusers"]
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        by_time = [a / b for a, b in zip(*of_processor[way].values(), strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        rows.append([way, *(f"{median(each):.2f}" for each in (ours, theirs, ratios)), spread])
-    headings = "requests|Caesura, images/s|diffusers, images/s|ratio, median of rounds|least and most"
-    console.print(table(None, headings.split("|"), rows))
+        figures = [f"{median(each):.2f}" for each in (ours, theirs, ratios)]
+        rows.append([way, *figures, spread, f"{median(by_time):.2f}"])
+    headings = (
+        "requests|Caesura, images/s|diffusers, images/s|ratio, median of rounds|least and most|"
+        "ratio by processor time"
+    )
+    console.print(table(title, headings.split("|"), rows))
     if cycles is None:
         return
     steps = ", ".join(
@@ -337,10 +378,11 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
 
 
 def residency(options: argparse.Namespace, console: Console) -> None:
-    shape, sizes, times = SHAPES[options.shape], [], []
+    shape, threads, sizes, times = SHAPES[options.shape[0]], options.threads[0], [], []
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
-        found = measure_occupation(path, shape.side, options.threads, options.rounds)
+        workload = Workload(side=shape.side, dtype=options.dtype, images=options.rounds, rounds=1)
+        found = measure_occupation(path, workload, threads)
     for each in found:
         names, ratio = [each.frozen, each.transformer], each.seconds / found[0].seconds
         bytes_ = [f"{nbytes / MB:.1f}" for nbytes in (each.peak, each.denoising, each.idle)]
@@ -367,35 +409,69 @@ def main() -> None:
     if options.residency:
         residency(options, console)
         return
-    torch.set_num_threads(options.threads)
-    shape = SHAPES[options.shape]
-    workload = Workload(side=shape.side, images=options.images, rounds=options.rounds)
+    found = [
+        beside_diffusers(console, options, name, threads)
+        for name in options.shape
+        for threads in options.threads
+    ]
+    write_json(options.json, {"machine": facts, "options": vars(options), "found": found})
+
+
+def beside_diffusers(
+    console: Console, options: argparse.Namespace, name: str, threads: int
+) -> dict[str, Any]:
+    """Measure one shape with so many threads, print it, and return it."""
+    torch.set_num_threads(threads)
+    shape = SHAPES[name]
+    images = options.images or IMAGES[name]
+    workload = Workload(
+        side=shape.side,
+        dtype=options.dtype,
+        images=images,
+        rounds=options.rounds,
+        seconds=options.seconds,
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
-        engine = launch_scheduler(path, dtype="float32", device="cpu", num_threads=options.threads)
-        with engine as client:
-            assert engine.pid is not None
+        launched = launch_scheduler(
+            path, dtype=options.dtype, device="cpu", num_threads=threads, log_level="WARNING"
+        )
+        with launched as client:
+            assert launched.pid is not None
             pair: dict[str, Diffusers | Caesura] = {
                 "caesura": Caesura(client, workload),
                 "diffusers": Diffusers(path, workload),
             }
-            rates = measure_rates(pair, workload)
+            rates, of_processor = measure_rates(pair, launched.pid, workload)
             cycles = (
-                measure_cycles(client, engine.pid, path, workload, options.cycles) if options.cycles else None
+                measure_cycles(client, launched.pid, path, workload, options.cycles)
+                if options.cycles
+                else None
             )
-    tables(console, rates, cycles)
-    document = {"machine": facts, "options": vars(options), "images_per_s": rates}
-    write_json(options.json, document | {"cycles": None if cycles is None else asdict(cycles)})
+    tables(console, f"{name}, {options.dtype}, threads: {threads}", rates, of_processor, cycles)
+    return {
+        "shape": name,
+        "threads": threads,
+        "images_per_s": rates,
+        "images_per_processor_s": of_processor,
+        "cycles": None if cycles is None else asdict(cycles),
+    }
 
 
 def parse() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--shape", choices=SHAPES, default="tiny")
+    made.add_argument("--shape", choices=SHAPES, default=["tiny"], nargs="+")
     made.add_argument(
-        "--threads", type=int, default=2, help="of each engine, one of which works at a time (2)"
+        "--threads", type=int, default=[2], nargs="+", help="of each engine, one of which works at a time (2)"
     )
-    made.add_argument("--images", type=int, default=24, help="of one round of one way; a multiple of 8 (24)")
+    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all engines")
+    made.add_argument(
+        "--images", type=int, help="of one round of one way; a multiple of 8 (24, of large images 8)"
+    )
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument(
+        "--seconds", type=float, default=3600.0, help="of each shape, after which no round begins (3600)"
+    )
     made.add_argument(
         "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
     )

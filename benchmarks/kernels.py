@@ -4,7 +4,8 @@ Every case runs its variants in turn, round by round, over enough copies of the 
 a cache; a figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so
 above 1 the kernel is faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of
 limit`` is the time that these need at the read bandwidth, or the arithmetic at the rate of torch's largest
-product, whichever is longer, over the kernel's. Both limits are measured and printed first.
+product, whichever is longer, over the kernel's. Both limits are measured and printed first. Products of
+``numbers``, weights that are whole numbers, are compared with those of packed weights instead of torch's.
 
     python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear attention
 """
@@ -22,13 +23,14 @@ from torch.nn import functional
 
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.execution.forward import SamplingBatch
-from caesura.scheduler.execution.sampler import Sampler, noise
+from caesura.scheduler.execution.sampler import Sampler, noise, noise_stream
 from caesura.scheduler.kernels import linear, native
 from caesura.scheduler.kernels.attention import PagedAttention, plan_tasks
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.elementwise import gate_mul, rms_norm, rope_store
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
+from caesura.scheduler.models.config import WHOLE_NUMBERS
 from caesura.scheduler.runtime.engine_config import PAGE_SIZE
 
 LINEAR_SHAPES = {
@@ -48,8 +50,11 @@ HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INTERMEDIATE = 16, 8, 128, 1024, 3072
 ATTENTION_SHAPES = {
     "decode": [(32, 1, 160), (8, 1, 2000), (1, 1, 2000)],
     "prefill": [(1, 256, 256), (1, 256, 2256)],
+    "tiny decode": [(64, 1, 40), (64, 1, 96), (64, 1, 150)],
 }
 """Requests, new tokens of each, KV length of each after the step."""
+TINY_HEADS = 4, 2, 64
+"""Query heads, KV heads and their size."""
 ELEMENTWISE_TOKENS = [32, 512]
 
 COLD_BYTES = 96 << 20
@@ -57,8 +62,8 @@ COLD_BYTES = 96 << 20
 CACHE_BYTES = 32 << 20
 """Bytes that a last-level cache may hold: with less, bandwidth limits nothing."""
 
-PEERS = ("F.linear", "oneDNN packed", "torch")
-OPERATIONS = ("linear", "layout", "attention", "elementwise", "sampler")
+PEERS = ("F.linear", "oneDNN packed", "packed", "torch")
+OPERATIONS = ("linear", "numbers", "layout", "attention", "elementwise", "sampler")
 
 Run = Callable[[int], object]
 """One call; the argument numbers the copy of the data to take."""
@@ -106,14 +111,57 @@ def linear_cases(dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
         size = outputs * inputs * dtype.itemsize
         copies = max(1, min(16, COLD_BYTES // size))
         plain = [torch.randn(outputs, inputs).to(dtype) for _ in range(copies)]
-        packed = [torch.zeros(linear.storage_shape(outputs, inputs, dtype), dtype=dtype) for _ in plain]
-        for storage, weight in zip(packed, plain):
-            linear.pack_rows(storage, weight, 0)
+        packed = [_packed(weight) for weight in plain]
         reordered = []
         if dtype == torch.bfloat16:
             reordered = [torch.ops.mkldnn._reorder_linear_weight(weight, 32) for weight in plain]
         for m in rows:
             yield _product(f"linear {name}", m, (plain, reordered, packed), copies)
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    outputs, inputs = weight.shape
+    storage = torch.zeros(linear.storage_shape(outputs, inputs, weight.dtype), dtype=weight.dtype)
+    linear.pack_rows(storage, weight, 0)
+    return storage
+
+
+def numbers_cases(dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
+    """Yield products with weights that are whole numbers, beside packed ones in ``dtype``."""
+    for name, (outputs, inputs) in LINEAR_SHAPES.items():
+        copies = max(1, min(16, COLD_BYTES // (outputs * inputs * dtype.itemsize)))
+        wide = [_packed(torch.randn(outputs, inputs).to(dtype)) for _ in range(copies)]
+        for form, (columns, codes) in WHOLE_NUMBERS.items():
+            numbers = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+            if codes is not None:
+                numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+            packed = [_packed(numbers) for _ in range(copies)]
+            lines = torch.rand(linear.scales_shape(outputs, inputs, columns))
+            scales = linear.Scales(lines, columns, linear.INT8, codes)
+            for m in rows:
+                yield _of_numbers(f"{form} {name}", m, inputs, outputs, wide, packed, scales)
+
+
+def _of_numbers(
+    name: str,
+    m: int,
+    inputs: int,
+    outputs: int,
+    wide: list[torch.Tensor],
+    packed: list[torch.Tensor],
+    scales: linear.Scales,
+) -> Case:
+    dtype = wide[0].dtype
+    x, out = torch.randn(m, inputs).to(dtype), torch.empty(m, outputs, dtype=dtype)
+    return Case(
+        name,
+        f"M={m} {outputs}x{inputs}",
+        {"packed": lambda i: linear.Product(wide[i], outputs, inputs)(x, None, out)},
+        lambda i: linear.Product(packed[i], outputs, inputs, scales, dtype)(x, None, out),
+        len(wide),
+        packed[0].nbytes + scales.lines.nbytes,
+        2 * m * outputs * inputs,
+    )
 
 
 def _product(name: str, m: int, weights: tuple[list[torch.Tensor], ...], copies: int) -> Case:
@@ -171,14 +219,15 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.dtype) -> Case:
+    heads, kv_heads, size = TINY_HEADS if name.startswith("tiny") else (HEADS, KV_HEADS, HEAD_SIZE)
     pages = -(-length // PAGE_SIZE)
-    kv_bytes = 2 * requests * length * KV_HEADS * HEAD_SIZE * dtype.itemsize
+    kv_bytes = 2 * requests * length * kv_heads * size * dtype.itemsize
     copies = max(1, min(8, COLD_BYTES // kv_bytes))
     pool = MHAPool(
         num_layers=copies,
         num_pages=requests * pages + 1,
-        kv_heads=KV_HEADS,
-        head_size=HEAD_SIZE,
+        kv_heads=kv_heads,
+        head_size=size,
         dtype=dtype,
     )
     for copy in range(copies):
@@ -186,12 +235,12 @@ def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.
             storage.copy_(torch.randn(storage.shape))
     shuffled = 1 + torch.randperm(requests * pages, generator=torch.Generator().manual_seed(0))
     table = shuffled.to(torch.int32).view(requests, pages)
-    q = torch.randn(requests * tokens, HEADS, HEAD_SIZE).to(dtype)
-    out = torch.empty(requests * tokens, HEADS * HEAD_SIZE, dtype=dtype)
-    kernel = PagedAttention(dtype, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
-    tasks = plan_tasks([tokens] * requests, [length] * requests, HEADS // KV_HEADS)
-    dense = [torch.randn(2, requests, KV_HEADS, length, HEAD_SIZE).to(dtype) for _ in range(copies)]
-    queries = q.view(requests, tokens, HEADS, HEAD_SIZE).transpose(1, 2)
+    q = torch.randn(requests * tokens, heads, size).to(dtype)
+    out = torch.empty(requests * tokens, heads * size, dtype=dtype)
+    kernel = PagedAttention(dtype, kv_heads, heads // kv_heads, size, size**-0.5)
+    tasks = plan_tasks([tokens] * requests, [length] * requests, heads // kv_heads)
+    dense = [torch.randn(2, requests, kv_heads, length, size).to(dtype) for _ in range(copies)]
+    queries = q.view(requests, tokens, heads, size).transpose(1, 2)
     visible = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
     seen = tokens * (length - tokens) + tokens * (tokens + 1) // 2
     return Case(
@@ -205,7 +254,7 @@ def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.
         lambda i: kernel(q, *pool.layer(i), table, tasks, out),
         copies,
         kv_bytes,
-        4 * requests * seen * HEADS * HEAD_SIZE,
+        4 * requests * seen * heads * size,
     )
 
 
@@ -299,7 +348,7 @@ def _sampling(
         greedy=torch.zeros(rows, dtype=torch.bool),
         top_k=torch.full((rows,), vocab_size if top_k is None else top_k),
         top_p=torch.full((rows,), top_p),
-        uniforms=torch.from_numpy(noise(counter.astype(np.uint64), counter, counter)),
+        uniforms=torch.from_numpy(noise(noise_stream(counter, counter), counter)),
         any_sampled=True,
         any_filtered=top_k is not None or top_p < 1,
         want_raw=False,
@@ -322,6 +371,8 @@ def cases(operations: Sequence[str], dtype: torch.dtype, rows: list[int]) -> Ite
     """Yield the chosen cases, made when their turn comes."""
     if "linear" in operations:
         yield from linear_cases(dtype, rows)
+    if "numbers" in operations:
+        yield from numbers_cases(dtype, rows)
     if "layout" in operations:
         yield from layout_cases(dtype)
     if "attention" in operations:

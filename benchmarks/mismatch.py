@@ -43,6 +43,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "FP8 weights": {"dtype": "bfloat16"},
     "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
+    "MXFP4 weights": {"dtype": "bfloat16", "quantization": "mxfp4"},
 }
 KV_TOKENS = 1 << 14
 

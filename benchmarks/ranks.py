@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedSch
         "max_running_requests": workload.requests,
         "target_step_s": TARGET_STEP_S,
         "log_level": "ERROR",
+        "log_path": folder.with_suffix(".log"),  # every kill is an error
     }
     worker = None
     if kind.gloo:
@@ -211,12 +212,13 @@ def links_table(tokens: int) -> Table:
         ways: dict[str, tuple[int | None, int | None]] = {
             "sums": (None, None),
             "dp attention": (tokens // ranks, None),
-            "dp attention, all-to-all": (tokens // ranks, 8),
         }
+        if ranks - 1 > 8:  # as ``Placement.sends_rows``
+            ways["dp attention, all-to-all"] = (tokens // ranks, 8)
         for way, (fullest, exchanged) in ways.items():
             step = Step(
                 ranks=ranks, layers=61, hidden=7168, vocab=129_280, itemsize=2, tokens=tokens,
-                sampled=min(tokens, 256), fullest=fullest, exchanged=exchanged,
+                sampled=min(tokens, 256), fullest=fullest, exchanged=exchanged, dense_layers=3,
             )  # fmt: skip
             times = (f"{1e3 * step.seconds(*link):.1f}" for link in links.values())
             rows.append([str(ranks), way, f"{step.sent() / 1e6:,.0f}", *times])
@@ -264,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     facts = begin(console)
     workload = WORKLOADS[options.shape]
+    if not workload.load_new_tokens:  # other benchmarks measure rollouts alone
+        workload = replace(workload, load_new_tokens=4 * workload.new_tokens)
     killed: dict[str, list[tuple[float | None, float]]] = {state: [] for state in STATES if options.kills}
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(Path(scratch) / "model", ARCHITECTURES[workload.model])

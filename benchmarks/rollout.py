@@ -1,5 +1,5 @@
-"""Rollout benchmark: Caesura beside vLLM, OpenVINO and transformers, on one checkpoint and the same requests,
-in one run.
+"""Rollout benchmark: Caesura beside vLLM, OpenVINO, llama.cpp and transformers, on one checkpoint and
+the same requests, in one run.
 
 Repeats are interleaved: each starts every engine once, one at a time, in an order that rotates, and measures
 everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed
@@ -30,8 +30,9 @@ from harness.workload import WORKLOADS, Workload
 from rich.console import Console
 from rich.text import Text
 
-ENGINES = ("caesura", "vllm", "openvino", "transformers")
-QUANTIZED = ("caesura-fp8", "caesura-int8", "openvino-int8")
+ENGINES = ("caesura", "vllm", "openvino", "llama-cpp", "transformers")
+OWN = tuple(f"caesura-{each}" for each in ("fp8", "int8", "int4", "mxfp4"))
+QUANTIZED = (*OWN, "openvino-int8", "llama-cpp-int8")
 """Engines with quantised weights, as further participants."""
 BATCHING = "transformers-batching"
 """transformers' continuous batching, where ``transformers`` is one call of ``generate``."""
@@ -54,8 +55,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--threads", type=int, default=cores, help="default: all cores")
-    for peer in ("vllm", "openvino"):
-        variable, help_ = f"CAESURA_BENCH_{peer.upper()}_PYTHON", f"interpreter of an environment with {peer}"
+    for peer in ("vllm", "openvino", "llama-cpp"):
+        variable = f"CAESURA_BENCH_{peer.upper().replace('-', '_')}_PYTHON"
+        help_ = f"interpreter of an environment with {peer}"
         made.add_argument(
             f"--{peer}-python", default=os.environ.get(variable), help=f"{help_} (default: ${variable})"
         )
@@ -76,16 +78,19 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
     threads = options.threads
     available = {
         "caesura": participants.caesura(threads),
-        "caesura-fp8": participants.caesura(threads, "fp8"),
-        "caesura-int8": participants.caesura(threads, "int8"),
+        **{each: participants.caesura(threads, each.removeprefix("caesura-")) for each in OWN},
         "transformers": participants.rollouts_alone("transformers", options.transformers_python, threads),
         BATCHING: participants.rollouts_alone("transformers, batching", options.transformers_python, threads),
     }
     if options.vllm_python:
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
-    if options.openvino_python:
-        for name, engine in (("openvino", "OpenVINO"), ("openvino-int8", "OpenVINO, int8")):
-            available[name] = participants.rollouts_alone(engine, options.openvino_python, threads)
+    for name, engine, python in (
+        ("openvino", "OpenVINO", options.openvino_python),
+        ("llama-cpp", "llama.cpp", options.llama_cpp_python),
+    ):
+        if python:
+            available[name] = participants.rollouts_alone(engine, python, threads)
+            available[f"{name}-int8"] = participants.rollouts_alone(f"{engine}, int8", python, threads)
     chosen = []
     for name in options.engines.split(","):
         missing = available[name].why_missing() if name in available else "no interpreter given"

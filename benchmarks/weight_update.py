@@ -183,6 +183,7 @@ def run_model(model: str, options: argparse.Namespace, shape: Any = None) -> dic
                 num_threads=options.threads,
                 kv_pool_tokens=4096,
                 load_bucket_bytes=DISK_BUCKET_BYTES,
+                quantization=options.quantization,
                 log_level="WARNING",
             )
         )
@@ -232,6 +233,7 @@ def main() -> None:
     made.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     made.add_argument("--repeats", type=int, default=9)
     made.add_argument("--threads", type=int, default=1, help="of the engine, and of the trainer")
+    made.add_argument("--quantization", default="auto", help="of the engine; the trainer sends bfloat16")
     made.add_argument("--bucket-bytes", type=int, default=64 << 20, help="what the trainer sends at once")
     options = made.parse_args()
     torch.set_num_threads(options.threads)

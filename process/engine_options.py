@@ -38,14 +38,18 @@ class EngineOptions:
     """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and
     half). auto: the data type of the checkpoint.
     """
-    quantization: Literal["auto", "fp8", "int8"] = "auto"
+    quantization: Literal["auto", "fp8", "int8", "int4", "mxfp4"] = "auto"
     """Format of linear layers' weights, which are quantised as they are written, on start and by every
-    update. fp8: blocks of 128 x 128 with a float32 scale each. int8, on the CPU: blocks of 1 x 128, also in
-    the output head. auto: the format of the checkpoint.
+    update. fp8: blocks of 128 x 128 with a float32 scale each. On the CPU: int8, blocks of 1 x 128; int4 and
+    mxfp4, blocks of 1 x 32, with an output head in int8. auto: the format of the checkpoint.
     """
     quantization_skipped: str = ""
-    """Comma-separated modules that keep the dtype, with all below them: model.layers.0, or o_proj for that of
-    every layer. Routers always do, and with fp8 the output head.
+    """Comma-separated modules that keep the dtype, with all below them: model.layers.0, or the last
+    components of names, as o_proj for that of every layer. Routers always do, and with fp8 the output head.
+    """
+    quantization_originals: bool = False
+    """On the CPU also keep the values that weights are quantised of, in the model's data type, so that deltas
+    of single elements can change them: 2 bytes for each weight in bfloat16.
     """
     device: str = "auto"
     """Device to run on: cpu, cuda, and so on; mps is not served. auto: the accelerator if there is one that
@@ -85,6 +89,10 @@ class EngineOptions:
     """HOST or HOST:PORT of node 0, where the ranks of other nodes join; the default port is 29600. Addresses
     beyond loopback need CURVE keys, or a secret in the variable CAESURA_NODES_SECRET. The default is as for
     nnodes.
+    """
+    join_timeout_s: float = 600.0
+    """Seconds for which rank 0 waits for workers to join, and a node or worker that is started by hand for a
+    rank 0 that starts it. Meanwhile they say what is missing; then they end.
     """
     context_len: int | None = None
     """Maximum length of prompt plus output, in tokens. The default is the model's."""

@@ -1,6 +1,7 @@
 """``python -m caesura.scheduler``: one option per field of :class:`~.config.EngineConfig`."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -27,10 +28,15 @@ from ..process import log
 from ..process.engine_options import EngineOptions
 from ..process.placement import place_of
 from .executor.node import run_node
+from .executor.workers import turn_away
 from .runtime.engine_config import EngineConfig
 from .runtime.process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}
+_OF_WORKERS = (
+    *("model_path", "tp", "tp_joined", "tp_address"),
+    *("curve_secret_key_file", "curve_authorized_clients"),
+)
 _ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup", "master_addr": "--dist-init-addr"}
 """SGLang's spelling, where it is another one."""
 
@@ -68,17 +74,30 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
 
 
 def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None:
+    place = None
     try:
         # who launches an engine says all itself: its environment is about its own processes
         place = place_of(fields, os.environ if ready_fd is None else {})
-        config = EngineConfig(**fields if place is None else fields | place.options(fields["tp"]))
+        if place is not None:
+            fields |= place.options(fields["tp"])
+        config = EngineConfig(**fields)
     except CaesuraError as error:
+        if place is None or place.node_rank == 0:
+            _turn_away(fields, error)
         tell(ready_fd, refusal(error))
         raise click.UsageError(str(error)) from error
     if place is None or place.node_rank == 0:
         sys.exit(run(config, ready_fd, lifeline_fd))
     tell(ready_fd, {"ready": True, "endpoint": "", "pid": os.getpid()})
     sys.exit(run_node(config, place, lifeline_fd))
+
+
+def _turn_away(fields: dict[str, Any], error: CaesuraError) -> None:
+    """Have the workers that are started by hand end with the engine, whose other options are refused."""
+    with contextlib.suppress(CaesuraError):
+        config = EngineConfig(**{name: fields[name] for name in _OF_WORKERS})
+        if config.tp_joined:
+            turn_away(config, error.message)
 
 
 class _Command(click.Command):

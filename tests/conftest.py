@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from support import engine_template
+from support.stale_builds import refuse_stale_builds
 from support.time_limit import (  # noqa: F401 (hooks)
     pytest_runtest_logfinish,
     pytest_timeout_cancel_timer,
@@ -49,6 +50,10 @@ if engine_template.is_wanted():
     engine_template.install()
 
 LaunchedScheduler.__init__.__kwdefaults__["startup_timeout"] = PATIENCE_S
+
+
+def pytest_sessionstart() -> None:
+    refuse_stale_builds()
 
 
 def pytest_sessionfinish() -> None:

@@ -111,7 +111,7 @@ CAESURA_API void caesura_words_digest_copied(const int16_t* rows, int64_t n, int
     while (done < n) {
         int64_t end = (row + done + step) / MULTIPLE * MULTIPLE - row;
         if (end > n) end = n;
-        // To the end of a pair of blocks, as pairs are faster.
+        // Up to the end of a pair of blocks: pairs are faster.
         int64_t until = (start + end * width + 2 * BLOCK - 1) / (2 * BLOCK) * (2 * BLOCK) - start;
         if (until > count) until = count;
         caesura_words_digest(rows + digested, until - digested, start + digested, lanes);

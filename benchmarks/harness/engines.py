@@ -73,11 +73,14 @@ def caesura(threads: int, quantization: str = "auto") -> Engine:
 
 _TRANSFORMERS = ("transformers_peer.py", "torch, transformers")
 _OPENVINO = ("openvino_peer.py", "openvino_genai, optimum.intel")
+_LLAMA_CPP = ("llama_cpp_peer.py", "gguf, llama_cpp, safetensors")
 _ROLLOUTS_ALONE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "transformers": (*_TRANSFORMERS, {"continuous_batching": False}),
     "transformers, batching": (*_TRANSFORMERS, {"continuous_batching": True}),
     "OpenVINO": (*_OPENVINO, {}),
     "OpenVINO, int8": (*_OPENVINO, {"quantization": "int8"}),
+    "llama.cpp": (*_LLAMA_CPP, {}),
+    "llama.cpp, int8": (*_LLAMA_CPP, {"quantization": "int8"}),
 }
 """Scripts, modules and ``start`` of engines that have no pauses and updates, by name."""
 

@@ -44,6 +44,7 @@ class Trainer:
     ) -> WeightUpdateReqOutput:
         """Update the engine to the weights of folder number ``which`` and return the final reply."""
         client, size = self.client, self._bucket_bytes
+        options.setdefault("weight_version", f"checkpoint {which}")
         tensors = self.weights[which].items()
         match transport:
             case "disk":

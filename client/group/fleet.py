@@ -73,6 +73,9 @@ LEASE_S = 60.0
 DESCRIPTORS = 1
 """File descriptors of a connection; an engine has a second one while it is paused with a lease."""
 OTHER_DESCRIPTORS = 64
+CONTROL_SHARE = 0.25
+"""Share of an update's deadline that one step before the loading may take: a member that hangs costs no more
+of it, so the others have time to load."""
 PROBE_S = 2.0
 """Seconds in which a member that is away must answer to be brought back."""
 HEALED_AT_ONCE = 16
@@ -356,7 +359,8 @@ class Fleet:
             transport: None means ``disk`` with a path, and with tensors ``tensor``.
             weight_version: the new label. None means unchanged.
             torch_empty_cache: empty the device caches before members continue that the update has paused.
-            deadline_s: seconds until the commit; a later member is fenced, and the others go on.
+            deadline_s: seconds until all is loaded, a quarter of them, or 60, for pausing and for beginning
+                each; a later member is fenced, and the others go on.
         """
         transport, given = transport_of(named_tensors, model_path, transport)
         version, session = label(weight_version), Session(verify=self.verify)
@@ -366,14 +370,12 @@ class Fleet:
             flush = mode != "in_place"  # requests that are frozen in place keep their cache
             try:
                 present = [member for member in self.members if member.state != "gone"]
-                staged, limit = is_staged(given), min(deadline_s, PAUSE_S)
+                staged, limit = is_staged(given), min(deadline_s * CONTROL_SHARE, PAUSE_S)
+                deadline = time.monotonic() + deadline_s
                 paused = None if staged else await self.pause_members(mode, present, limit)
                 there = paused or await everywhere(present, self.ask, limit)
-                deadline = time.monotonic() + deadline_s
                 specs = manifest_of(given) if transport == "chain" else None
-                await session.begin(
-                    there, timeout=deadline_s, deadline_s=deadline_s + SPARE_S, manifest=specs
-                )
+                await session.begin(there, timeout=limit, deadline_s=deadline_s + SPARE_S, manifest=specs)
                 left = max(0.0, deadline - time.monotonic())
                 session.settle(await self._sender.send(transport, given, session, left, flush_cache=flush))
                 if staged:  # generation has gone on until here

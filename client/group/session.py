@@ -67,7 +67,7 @@ Verify = Literal["counts", "checksums"]
 PAUSE_S = 60.0
 """Seconds that a member may take to pause, and to continue."""
 LEAST_COMMIT_S, ABORT_S = 30.0, 30.0
-"""Seconds that members may take to commit, however late it is, and to abort."""
+"""Seconds that members may take to verify and to commit each, however late it is, and to abort."""
 SPARE_S = 60.0
 """Seconds by which the engines' own deadline of a session is later than the group's."""
 
@@ -238,10 +238,10 @@ class Session:
 
     async def commit(self, label: str | None, timeout: float) -> Answers:
         """Verify, then commit everywhere; FleetUpdateFailed if one differs, or all refuse."""
-        self.settle(await self._verified(timeout))
+        limit = max(timeout, LEAST_COMMIT_S)
+        self.settle(await self._verified(limit))
         self.committing = True
         request = EndWeightUpdateReqInput(commit=True, session_id=self.id, weight_version=label)
-        limit = max(timeout, LEAST_COMMIT_S)
         answers = await ask_all(self.members, request, WeightUpdateReqOutput, limit)
         lost = answers.out | answers.failed
         if not answers.replies:

@@ -32,7 +32,7 @@ from .bodies import HTTPRequest
 from .context import FrontEnd
 from .error_responses import BodyTooLarge, send_error
 from .options import ServeOptions
-from .server import RESERVED
+from .server import ENCODED_SLASH, RESERVED
 
 ACCESS_CLASSES = frozenset({"open", "user", "admin"})
 MAX_COMMAND_BYTES = 1 << 20
@@ -112,9 +112,15 @@ def _hostname(url: str) -> str | None:
 
 
 class RequestId(ASGIMiddleware):
-    """Names the request in the records that are logged while it is handled."""
+    """Names the request in the records that are logged while it is handled, and decodes ids in its path."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        if ENCODED_SLASH in scope["path"]:
+            if b"%00" in scope["raw_path"]:
+                await send_error(scope, send, 400, "a path has no zero byte")
+                return
+            given = scope["path_params"].items()
+            scope["path_params"] = {name: value.replace(ENCODED_SLASH, "/") for name, value in given}
         before = log.request_id.set(request_id(scope))
         try:
             await next_app(scope, receive, send)

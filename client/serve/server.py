@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from urllib.parse import unquote
 
 import uvicorn
 from litestar import Litestar
@@ -39,6 +40,8 @@ MAX_PIPELINED = 16
 """Maximum requests behind the one that is answered."""
 RESERVED = "caesura.reserved"
 """Extension of a scope whose connection is over the limit: generation is refused."""
+ENCODED_SLASH = "\0"
+"""Character of a scope's path in place of a percent-encoded slash, which separates nothing."""
 CONNECTION = "caesura.connection"
 """Extension of a scope: ``protocol`` is its :class:`BoundedProtocol`."""
 
@@ -174,6 +177,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.reserved:
             self.scope["extensions"][RESERVED] = {}
         super().on_headers_complete()
+        if b"%2f" in self.url.lower() and "raw_path" in self.scope:
+            parts = self.scope["raw_path"].decode("ascii").split("/")
+            self.scope["path"] = "/".join(unquote(part).replace("/", ENCODED_SLASH) for part in parts)
         if self.reserved:
             self.cycle.keep_alive = False
 

@@ -73,7 +73,8 @@ class Node:
     new_ids: "array[int]"
     """The prompt without the parent's ids."""
     output_ids: "array[int]"
-    logprobs: "array[float]"
+    logprobs: "array[float] | None"
+    """None if its request had none computed."""
     spans: list[WeightVersionSpan]
     finish: str
     closed: int | None
@@ -381,7 +382,7 @@ class SessionStore:
                 branch=branch or (None if first == turn.number else "sibling"),
                 new_ids=array("i", new_ids),
                 output_ids=array("i", output.output_ids),
-                logprobs=array("f", output.output_logprobs or [0.0] * len(output.output_ids)),
+                logprobs=None if output.output_logprobs is None else array("f", output.output_logprobs),
                 spans=output.weight_versions,
                 finish=output.finish_reason.type,
                 closed=matched if matched in turn.special else None,
@@ -729,7 +730,7 @@ def _shows(text: str, messages: Sequence[Message]) -> bool:
 def _sample(leaf: Node, seen: set[Node]) -> dict[str, Any]:
     ids: list[int] = []
     mask: list[int] = []
-    logprobs: list[float] = []
+    logprobs: list[float] | None = []
     spans: list[dict[str, Any]] = []
     turns = []
     shared = 0
@@ -738,7 +739,10 @@ def _sample(leaf: Node, seen: set[Node]) -> dict[str, Any]:
         start = len(ids) + len(node.new_ids)
         ids += [*node.new_ids, *node.output_ids]
         mask += [0] * len(node.new_ids) + [1] * len(node.output_ids)
-        logprobs += [0.0] * len(node.new_ids) + list(node.logprobs)
+        if node.logprobs is None or logprobs is None:
+            logprobs = None
+        else:
+            logprobs += [0.0] * len(node.new_ids) + list(node.logprobs)
         for span in node.spans:
             moved = msgspec.structs.replace(span, start=span.start + start, end=span.end + start)
             spans.append(msgspec.to_builtins(moved))

@@ -11,7 +11,7 @@ Invariants:
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -221,22 +221,17 @@ async def in_one_session(
     if options.get("delta") is None:
         begin.manifest, begin.component = manifest(tensors), options.get("component")
     try:
-        try:
+        async with _aborting(sender, begin):
             await sender.call(begin)
-        except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
-            if error.detail.get("unexpected") or error.detail.get("mismatched"):
-                raise
-            sender.send(_abort_of(begin))  # some of several engines may have opened it
-            begin = wire.BeginWeightUpdateReqInput()
+    except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
+        if error.detail.get("unexpected") or error.detail.get("mismatched"):
+            raise
+        begin = wire.BeginWeightUpdateReqInput()
+        async with _aborting(sender, begin):
             await sender.call(begin)
+    async with _aborting(sender, begin):
         await exchanges({**options, "session_id": begin.id})
-        committed: wire.WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        await _abort(sender, begin, error)
-        raise
-    return committed
+        return await _commit(sender, begin, options)
 
 
 async def _handed_over(
@@ -249,40 +244,39 @@ async def _handed_over(
     if named is options:
         only: wire.WeightUpdateReqOutput = await sender.call(request)
         return only
-    try:
+    async with _aborting(sender, begin):
         opened, written = sender.send(begin), sender.send(request)
         await sender.wait(opened, begin)
         await sender.wait(written, request)
-        committed: wire.WeightUpdateReqOutput = await sender.call(_commit_of(begin, options))
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        await _abort(sender, begin, error)
-        raise
+        return await _commit(sender, begin, options)
+
+
+async def _commit(
+    sender: Sender, begin: wire.BeginWeightUpdateReqInput, options: dict[str, Any]
+) -> wire.WeightUpdateReqOutput:
+    end = wire.EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
+    committed: wire.WeightUpdateReqOutput = await sender.call(end)
     return committed
 
 
-def _commit_of(
-    begin: wire.BeginWeightUpdateReqInput, options: dict[str, Any]
-) -> wire.EndWeightUpdateReqInput:
-    return wire.EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
-
-
-def _abort_of(begin: wire.BeginWeightUpdateReqInput) -> wire.EndWeightUpdateReqInput:
-    return wire.EndWeightUpdateReqInput(commit=False, session_id=begin.id)
-
-
-async def _abort(sender: Sender, begin: wire.BeginWeightUpdateReqInput, error: BaseException) -> None:
-    """End the session without a commit, whatever its state; wait for that only if the engine has answered."""
-    request = _abort_of(begin)
+@contextlib.asynccontextmanager
+async def _aborting(sender: Sender, begin: wire.BeginWeightUpdateReqInput) -> AsyncIterator[None]:
+    """Abort the session after an error inside, whatever its state; wait only if the engine has answered."""
     try:
-        ticket = sender.send(request)
-        if is_answer(error):
-            await sender.wait(ticket, request)
-    except NoSession:  # it had ended with the error, or was never opened
-        pass
-    except CaesuraError as second:
-        error.add_note(f"aborting the session: {second}")
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        request = wire.EndWeightUpdateReqInput(commit=False, session_id=begin.id)
+        try:
+            ticket = sender.send(request)
+            if is_answer(error):
+                await sender.wait(ticket, request)
+        except NoSession:  # it had ended with the error, or was never opened
+            pass
+        except CaesuraError as second:
+            error.add_note(f"aborting the session: {second}")
+        raise
 
 
 async def _frames(sender: Sender, parts: list[Bucket], options: dict[str, Any]) -> wire.WeightUpdateReqOutput:

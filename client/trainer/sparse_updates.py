@@ -80,8 +80,8 @@ class WeightDelta(Mapping[str, AnyTensor]):
 
         Args:
             like: ``client.weights_manifest().tensors``: tensors that the engine has not, such as a tied head,
-                are left out, and the others compared and sent in the dtype that it stores. None: all, as they
-                are.
+                are left out, and the others compared and sent in the dtype that it stores, or as they are if
+                it quantises them. None: all, as they are.
             digests: compute those of both versions, which engines compare with their own. Without them only
                 ``base_epoch`` tells a wrong base.
         """
@@ -187,7 +187,12 @@ class DeltaTracker:
 
         ``copy`` False keeps references instead, to tensors that must not change; :meth:`sent` writes to them.
         """
-        self._dtypes = None if like is None else {tensor.name: tensor.dtype for tensor in like}
+        self._dtypes: dict[str, str | None] | None = None
+        if like is not None:
+            names = {tensor.name for tensor in like}
+            self._dtypes = {
+                tensor.name: None if f"{tensor.name}_scale_inv" in names else tensor.dtype for tensor in like
+            }
         self._tensors: dict[str, Tensor] = {}
         self._tied: dict[str, str] = {}  # a head and the like, of which engines have one
         seen: dict[tuple[object, ...], tuple[str, Tensor]] = {}
@@ -288,7 +293,8 @@ class DeltaTracker:
             if self._dtypes is not None:
                 if name not in self._dtypes:
                     continue
-                tensor = tensor.to(getattr(torch, DTYPES[self._dtypes[name]].torch))
+                if (dtype := self._dtypes[name]) is not None:
+                    tensor = tensor.to(getattr(torch, DTYPES[dtype].torch))
             yield name, given, tensor.detach().cpu().contiguous()
 
 

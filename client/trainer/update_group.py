@@ -7,7 +7,6 @@ Invariants:
 - The group is an ordinary one of torch.distributed; one that a trainer has made itself works as well.
 """
 
-import contextlib
 import copy
 import math
 import operator
@@ -110,9 +109,7 @@ class WeightUpdateGroup:
             timeout_s: maximum seconds for joining; ``broadcast_timeout_s`` for every broadcast later.
         """
         backend = _backend(clients, backend, timeout_s)
-        for client in clients:
-            with contextlib.suppress(GroupError):  # there was none
-                client.destroy_weights_update_group(group_name, timeout=timeout_s)
+        rendezvous.leave(clients, group_name, timeout_s)
         ranks = rendezvous.ranks_of(clients, timeout_s)
         limit, broadcast_limit = timedelta(seconds=timeout_s), timedelta(seconds=broadcast_timeout_s)
         store, is_local = rendezvous.make_store(master_address, master_port, limit, 1 + sum(ranks))
@@ -136,6 +133,9 @@ class WeightUpdateGroup:
                 raise
             raise GroupError(f"this process could not join its group: {error}") from error
         group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
+        # Errors of engines that had no such group keep this frame until garbage is collected; with the
+        # backend it would keep open the connections that the group's end closes.
+        del joining
         store.set_timeout(broadcast_limit)  # NCCL's ranks meet in it at the first broadcast
         group.store, group._broadcast_timeout = store, broadcast_limit
         return group
@@ -337,7 +337,10 @@ def _replies(
     request: wire.Request,
     timeout: float | None,
 ) -> list[Any]:
-    """Return every engine's reply, or, once all have answered, raise the first error, refusals first."""
+    """Return every engine's reply, or, once all have answered, raise the first error.
+
+    Refusals come first, but for those of a broken group, which follow from another engine's.
+    """
     replies: list[Any] = []
     errors: list[EngineError] = []
     for client, future in zip(clients, futures, strict=True):
@@ -346,9 +349,8 @@ def _replies(
         except EngineError as error:
             error.add_note(f"engine at {client.endpoint}")
             errors.append(error)
-    refused = [error for error in errors if is_answer(error)]
     if errors:
-        raise (refused or errors)[0]
+        raise min(errors, key=lambda error: (not is_answer(error), isinstance(error, GroupError)))
     return replies
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 from ..cache.pool import StatePool, StateShape
 from ..execution.forward import AttentionBackend, ForwardBatch, StateSegment, StateStep
 from ..kernels.attention_form import PLAIN, AttentionForm
-from ..kernels.delta import NO_STATE, Segments
+from ..kernels.delta import NO_STATE, PlannedStates, Segments
 
 CHUNK = 64
 """Tokens that prefill computes at a time: systems grow with its square, steps fall with it."""
@@ -52,6 +52,10 @@ class HybridBackend(AttentionBackend):
         if self._step is None:  # a warm-up: rows of nobody
             rows = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.input_ids.device)
             self._step = StateStep(rows=rows, sources=None, segments=(), kept=None)
+        if (paged := self._attention.paged) is not None:
+            self._segments = segments_of(self._step, self._decode)
+            paged.states = PlannedStates(self._segments, self.pool.layer)
+            self.paged = paged
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         return self._attention.forward(q, k, v, layer, form)

@@ -11,11 +11,19 @@ Invariants:
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..cache.pool import MHAPool, MLAPool
 from ..execution.forward import AttentionBackend, ForwardBatch
-from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
+from ..kernels.attention import (
+    PagedAttention,
+    PagedStep,
+    advance_tasks,
+    decode_tasks,
+    plan_tasks,
+    share_prefixes,
+)
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
 from ..kernels.elementwise import rope_store
 from ..memory.workspace import Workspace
@@ -25,8 +33,13 @@ from .shape import Shape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+
 _PART_HEADS = 12
 """Most query heads that attend to latents together: what a decode step keeps in registers, in two turns."""
+
+_TURNS = 4
+"""Tasks of a decode step that each thread has, at least, where requests are computed together."""
 
 
 class PagedCpuBackend(AttentionBackend):
@@ -36,6 +49,8 @@ class PagedCpuBackend(AttentionBackend):
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self._pool, self._num_heads = pool, shape.num_heads
         self._windowed: PagedStep | None = None
+        self._decoding: tuple[ForwardBatch, np.ndarray] | None = None
+        """The batch planned last, if all of its rows decode, and its lengths."""
         self._stored: Callable[[int], tuple[Tensor, Tensor]]
         if isinstance(pool, MLAPool):
             assert shape.latent is not None
@@ -54,7 +69,19 @@ class PagedCpuBackend(AttentionBackend):
         self.workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
-        tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        last, self._decoding = self._decoding, None
+        if last is not None and last[0] is batch and self.paged is not None:
+            advance_tasks(self.paged.tasks, last[1])
+            self._decoding = last
+            return
+        if batch.num_decode == batch.num_rows:
+            lengths = batch.kv_lens.numpy()
+            self._decoding = batch, lengths
+            tasks = decode_tasks(lengths)
+        else:
+            tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        most = batch.num_rows * self._attention.kv_heads // (_TURNS * torch.get_num_threads())
+        tasks = share_prefixes(tasks, batch.page_table.numpy(), self._group, most)
         step = PagedStep(self._attention, self._stored, batch.kv_slots, batch.page_table, tasks)
         self.paged = self._windowed = step
         if batch.window_slots is not None and batch.window_table is not None:

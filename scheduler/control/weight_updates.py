@@ -605,10 +605,11 @@ class WeightUpdates:
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
             raise
+        committing: Generator[None, None, list[None]] | None = None
         if engine.delta.written:
             self._before = before if session.source != "rollback" else None
             engine.delta.commit(keep=self._before is not None)
-            engine.executor.call("commit_delta", self._before is not None)
+            committing = engine.executor.call("commit_delta", self._before is not None)
         living = {engine.state.stamp.epoch}
         if self._before is not None and engine.delta.before is not None:
             living.add(self._before.epoch)
@@ -622,6 +623,8 @@ class WeightUpdates:
             f"{session}, {session.counts.written_tensors} tensors",
             returned=None if report is None else report.freed,
         )
+        if committing is not None:  # a rank that is lost now is still told of by the answer
+            yield from waiting(committing)
 
     def _digest(self, *, staged: bool = False) -> Generator[Wait, None, str]:
         engine = self._engine

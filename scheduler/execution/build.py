@@ -24,6 +24,7 @@ from ..cache.pool import MHAPool, MLAPool, RoutingPool, StatePool, StateShape
 from ..cache.tier import PageStore
 from ..kernels import serving
 from ..layers.lora import AdapterSlots
+from ..layers.parameters import is_within
 from ..memory.device_memory import MinReduce, get_available_memory
 from ..memory.device_module import device_module_for, graphs_of
 from ..memory.host import HOST
@@ -120,9 +121,10 @@ def _require_modules(model: CausalLM, config: ModelConfig) -> None:
     assert config.quantization is not None
     modules = ["lm_head", *(name.rpartition(".")[0] for name in model.weight_slots())]
     for skipped in sorted(config.quantization.skipped):
-        if not any(module.endswith(skipped) or module.startswith(f"{skipped}.") for module in modules):
+        if not any(is_within(module, frozenset({skipped})) for module in modules):
             reason = (
-                f"quantization_skipped: {skipped!r} is no module of the model, nor the end of a module's name"
+                f"quantization_skipped: {skipped!r} is no module of the model, nor the last components of a "
+                "module's name"
             )
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_skipped", value=skipped)
 

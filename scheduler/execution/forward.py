@@ -116,9 +116,9 @@ class FurtherLogprobs:
     logprobs: Tensor
     """[N]: those of the prompt's tokens; [0] for sampled positions."""
     top_ids: Tensor
-    """[N, K]"""
+    """[N, F]; those of equal log-probabilities in any order."""
     top: Tensor
-    """[N, K], descending."""
+    """[N, F], descending; F >= K, and does not depend on K."""
     token_ids_logprobs: Tensor
     """[N, M]"""
     kept: Tensor | None = None
@@ -135,11 +135,6 @@ class HiddenTokens:
     """Layers, ascending, whose inputs are wanted, too; the model then runs layer by layer."""
     taken: dict[int, Tensor] = field(default_factory=dict)
     """[H, hidden] by layer."""
-
-    def take(self, layer: int, residual: Tensor, update: Tensor | None) -> None:
-        """Take the input of ``layer``: the sum of ``residual`` and ``update``, [T, hidden]."""
-        rows = residual.index_select(0, self.tokens)
-        self.taken[layer] = rows if update is None else rows + update.index_select(0, self.tokens)
 
 
 _Fields = TypeVar("_Fields", SpecialRows, InputTokens, HiddenTokens, FurtherLogprobs, "SamplingBatch")
@@ -233,7 +228,10 @@ NO_ADAPTER = -1
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
-    """One step's input: R rows, T query tokens, S sampled tokens. ``*_host`` copies spare backends a sync."""
+    """One step's input: R rows, T query tokens, S sampled tokens. ``*_host`` copies spare backends a sync.
+
+    The same object again is the next step of the same decoding rows: its tensors have other contents.
+    """
 
     num_decode: int
     """Rows [0, num_decode) decode; the rest prefill."""

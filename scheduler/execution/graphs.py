@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..layers.logits_processor import SharedLogits
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import GraphModule, free_and_total
 from ..parallel.group import TensorParallel
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
 
-Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
+Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor | SharedLogits]]
 """Samples from the hidden states; returns the logits, too."""
 
 _KEPT_FREE = 64 << 20
@@ -88,7 +89,7 @@ class _Captured:
 class _CapturedHead:
     graph: torch.cuda.CUDAGraph
     sampled: SamplerOutput
-    logits: Tensor
+    logits: Tensor | SharedLogits
 
 
 class DecodeGraphs:

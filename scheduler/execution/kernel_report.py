@@ -124,9 +124,9 @@ def _unpacked_fp8(loaded: LoadedModel) -> str | None:
         return None
     if loaded.device.type != "cpu":
         return "products with FP8 weights are a library's"
-    if all(scalable(size, blocks.columns, blocks.dtype) for size in _projections(loaded)):
+    if all(scalable(size, blocks.columns, blocks.dtype, blocks.codes) for size in _projections(loaded)):
         return None
-    return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
+    return "products with quantised weights in rows or blocks that cannot be packed are torch's"
 
 
 def _projections(loaded: LoadedModel) -> set[int]:

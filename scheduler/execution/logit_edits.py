@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...io_struct.generate import MAX_TOP_LOGPROBS
+from ..layers.logits_processor import SharedLogits
 from .forward import FurtherLogprobs, InputTokens, SamplingBatch, SpecialRows
 from .sampler import Sampler, SamplerOutput
 
@@ -34,6 +36,9 @@ _BLOCK_BYTES_CPU = 10 << 20
 _BLOCK_BYTES = 128 << 20
 """Bytes of float32 logits of prompt tokens that exist at a time."""
 _LEAST_ROWS = 64
+FETCHED_TOP = MAX_TOP_LOGPROBS + 32
+"""Likeliest tokens that are taken wherever any are wanted: as many however many that is, for torch.topk may
+choose others among equal ones for another number."""
 
 
 class TokenCounters:
@@ -83,7 +88,11 @@ class SpecialSampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows, before: Tensor | None = None
+        self,
+        logits: Tensor | SharedLogits,
+        batch: SamplingBatch,
+        rows: SpecialRows,
+        before: Tensor | None = None,
     ) -> SamplerOutput:
         """Sample from ``logits`` [S, V]; ``before``, int64 [S], are the tokens before, for ``word_ends``."""
         self._counters.begin(rows)
@@ -110,7 +119,7 @@ class SpecialSampler:
 
     def _sample_part(
         self,
-        logits: Tensor,
+        logits: Tensor | SharedLogits,
         batch: SamplingBatch,
         rows: SpecialRows,
         part: slice,
@@ -118,7 +127,9 @@ class SpecialSampler:
         before: Tensor | None,
     ) -> list[FurtherLogprobs]:
         index = rows.rows[part]
-        edited = self._shifted(logits, rows, part)
+        unedited = logits.index_select(0, index)
+        edited = unedited.to(torch.float32, copy=out.raw_logprobs is not None)
+        self._shift(edited, rows, part)
         if rows.allowed_ids is not None and rows.restricted is not None:
             ids = rows.allowed_ids[part]
             alone = torch.full_like(edited, -torch.inf).scatter_(1, ids, edited.gather(1, ids))
@@ -146,7 +157,7 @@ class SpecialSampler:
         if out.sampled_logprobs is not None and sampled.sampled_logprobs is not None:
             out.sampled_logprobs[index] = sampled.sampled_logprobs
         if out.raw_logprobs is not None:
-            out.raw_logprobs[index] = _raw(logits.index_select(0, index), sampled)
+            out.raw_logprobs[index] = _raw(unedited, sampled)
         if chosen.start == chosen.stop:
             return []
         temperature = selected.temperature[local, None]
@@ -181,15 +192,13 @@ class SpecialSampler:
                 mine[rows] = torch.where(masked, theirs, mine[rows])
         sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
 
-    def _shifted(self, logits: Tensor, rows: SpecialRows, part: slice) -> Tensor:
-        """Return float32 logits of the rows ``part`` [p, V], after penalties and biases."""
-        edited = logits.index_select(0, rows.rows[part]).float()
+    def _shift(self, edited: Tensor, rows: SpecialRows, part: slice) -> None:
+        """Apply penalties and biases to the float32 logits ``edited`` [p, V] of the rows ``part``."""
         penalised = slice(part.start, min(part.stop, len(rows.counters)))
         if penalised.start < penalised.stop:
             self._counters.penalise(edited[: penalised.stop - penalised.start], rows, penalised)
         if rows.bias.shape[1]:
             edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
-        return edited
 
     def _unfilter(
         self, logits: Tensor, batch: SamplingBatch, constrained: Tensor, sampled: SamplerOutput
@@ -207,8 +216,8 @@ class SpecialSampler:
 
 
 def further_of(logprobs: Tensor, top: int, token_ids: Tensor) -> FurtherLogprobs:
-    """Return what is wanted of ``logprobs`` [N, V]: of the ``top`` tokens, and of ``token_ids`` [N, M]."""
-    best = logprobs.topk(top, 1)
+    """Return what is wanted of ``logprobs`` [N, V]: of ``token_ids`` [N, M], and at least ``top`` tokens."""
+    best = logprobs.topk(min(FETCHED_TOP, logprobs.shape[1]) if top else 0, 1)
     return FurtherLogprobs(
         logprobs=logprobs[:0, 0],
         top_ids=best.indices.int(),

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.pool import RoutingPool
-from ..layers.logits_processor import autotune_dummy_run_mode
+from ..layers.logits_processor import SharedLogits, autotune_dummy_run_mode
 from ..layers.lora import AdapterRows, AdapterSlots
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, graphs_of, streams_of
@@ -45,6 +45,15 @@ class ReadyOutput:
 
     def fetch(self) -> HostOutput:
         return self.output
+
+
+class _OneCall:
+    """A decode step that one call has computed: arrays in the memory of its tensors."""
+
+    def __init__(self, batch: ForwardBatch, sampled: SamplerOutput) -> None:
+        self.batch, self.sampled = batch, sampled
+        self.input_ids, self.slots = batch.input_ids.numpy(), batch.slots.numpy()
+        self.results = _arrays_of(sampled)
 
 
 class ModelRunner:
@@ -88,7 +97,10 @@ class ModelRunner:
         self._known_at = limits.spare_slot + 1
         self._stream: torch.Stream | None = None
         self.graphs: DecodeGraphs | None = None
-        if self._streams is not None:
+        self._last: _OneCall | None = None
+        if self._streams is None:
+            self._host_tokens = self.last_tokens.numpy()
+        else:
             self._stream = self._streams.Stream()
             self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
             self._inputs = InputStaging(limits, device=device, device_module=self._streams)
@@ -115,12 +127,44 @@ class ModelRunner:
             return nullcontext()
         return self._streams.stream(self._stream)
 
-    @torch.inference_mode()
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
         if self._stream is None:
-            self._plan(batch)
-            return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self.backend))))
+            return ReadyOutput(self._repeat(batch) or self._compute(batch))
+        return self._enqueue(batch)
+
+    def _repeat(self, batch: ForwardBatch) -> HostOutput | None:
+        """Compute the step before once more, if ``batch`` is it with other contents; None if it is not.
+
+        By numpy alone: behind a step the caches hold weights, and the first call into torch takes 0.1 ms.
+        """
+        last, self._last = self._last, None
+        if last is None or last.batch is not batch:
+            return None
+        if torch.autograd.profiler._is_profiler_enabled:  # a trace is of torch's operations
+            return None
+        self._plan(batch)
+        last.input_ids[:] = self._host_tokens[last.slots]
+        sampled = self.model.sample(batch, self.backend, self.sampler)
+        if sampled is None:
+            return None
+        if sampled is not last.sampled:
+            last = _OneCall(batch, sampled)
+        self._record_experts(batch)
+        self._host_tokens[last.slots] = np.maximum(last.results.token_ids, 0)
+        self._last = last
+        return _host_output(sampled, last.results)
+
+    @torch.inference_mode()
+    def _compute(self, batch: ForwardBatch) -> HostOutput:
+        self._plan(batch)
+        sampled = self._sample_in_one_call(batch)
+        if sampled is None:
+            sampled = self._sample(batch, self._forward(batch, self.backend))
+        return _host_output(sampled, _arrays_of(sampled))
+
+    @torch.inference_mode()
+    def _enqueue(self, batch: ForwardBatch) -> ForwardOutput:
         with self._waiting_both_ways():
             if batch.known is not None:
                 batch = self._with_known(batch, batch.known)
@@ -157,7 +201,7 @@ class ModelRunner:
                 with autotune_dummy_run_mode():
                     batch, hidden = self._dummy_run(rows)
                 if len(hidden := hidden[:head_rows]):
-                    logits = self.model.logits(hidden)
+                    logits = self.model.logits_to_sample(hidden)
                     assert logits is not None, "the mode is off"
                     index = torch.arange(len(hidden), device=hidden.device)
                     self.sampler.sample(logits, batch.sampling.select(index))
@@ -205,16 +249,14 @@ class ModelRunner:
 
     def _plan(self, batch: ForwardBatch) -> None:
         """Plan attention for the rows whose KV this rank has."""
-        rows = self.model.attention_rows
+        rows = self.model.rank_rows
         own = batch if rows is None else rows.divide(batch, self._pool_pages)
         if own is not None:
             self.backend.plan(own)
 
     def _forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Compute hidden states [S, hidden] from the slots' last tokens, as a graph captures it."""
-        decode = batch.num_decode
-        if batch.known is None:
-            torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+        self._take_tokens(batch)
         wanted = batch
         # Neither is captured: prompts are prefilled, and graphs serve no steps with hidden states.
         further = [each.tokens for each in (batch.inputs, batch.hidden) if each is not None]
@@ -222,9 +264,39 @@ class ModelRunner:
             wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, *further]))
         self._adapt(batch)
         hidden = self.model.forward(wanted, backend)
-        if self._routing is not None and self.model.routing is not None:
-            self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))
+        self._record_experts(batch)
         return hidden
+
+    def _sample_in_one_call(self, batch: ForwardBatch) -> SamplerOutput | None:
+        """Compute a step with its head and sampler; None if the model or a row needs more for it."""
+        more = batch.inputs, batch.hidden, batch.adapters, batch.sampling.special
+        possible = self.sampler.is_compiled and batch.sample_slots.shape[0] > 0
+        if not possible or any(each is not None for each in more):
+            return None
+        self._take_tokens(batch)
+        sampled = self.model.sample(batch, self.backend, self.sampler)
+        if sampled is not None:
+            self._record_experts(batch)
+            self._keep_tokens(batch, sampled)
+            decodes = batch.num_decode == batch.num_rows == batch.sample_slots.shape[0]
+            if decodes and batch.known is None:
+                self._last = _OneCall(batch, sampled)
+        return sampled
+
+    def _take_tokens(self, batch: ForwardBatch) -> None:
+        decode = batch.num_decode
+        if batch.known is None:
+            torch.index_select(self.last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
+
+    def _keep_tokens(self, batch: ForwardBatch, sampled: SamplerOutput) -> None:
+        # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
+        self.last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+
+    def _record_experts(self, batch: ForwardBatch) -> None:
+        if self._routing is not None and self.model.routing is not None:
+            rows, slots = self.model.rank_rows, batch.kv_slots
+            slots = slots if rows is None else rows.by_rank(slots)
+            self._routing.store(slots, self.model.routing.rows(len(slots)))
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SamplerOutput:
         """Sample from ``hidden``: first the S sampled tokens, then ``batch.inputs`` and ``batch.hidden``."""
@@ -264,9 +336,12 @@ class ModelRunner:
         self._adapt(batch, tokens)
         return self.model.logits(hidden)
 
-    def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
+    def _sample_tokens(
+        self, batch: ForwardBatch, hidden: Tensor
+    ) -> tuple[SamplerOutput, Tensor | SharedLogits]:
         """Sample from [S, hidden] and set the slots' last tokens, as a graph captures it."""
-        logits = self._logits(hidden, batch, batch.sample_tokens)
+        self._adapt(batch, batch.sample_tokens)
+        logits = self.model.logits_to_sample(hidden)
         assert logits is not None, "a dummy run samples nothing"
         special = batch.sampling.special
         if special is None:
@@ -274,18 +349,33 @@ class ModelRunner:
         else:
             before = None if special.word_ends is None else batch.input_ids[batch.sample_tokens]
             sampled = self._special.sample(logits, batch.sampling, special, before)
-        # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
-        self.last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        self._keep_tokens(batch, sampled)
         return sampled, logits
 
 
-def _host_output(sampled: SamplerOutput) -> HostOutput:
-    raw, kept = sampled.raw_logprobs, sampled.sampled_logprobs
+class _Arrays(NamedTuple):
+    """Arrays in the memory of a :class:`SamplerOutput`."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw: np.ndarray | None
+    sampled: np.ndarray | None
+
+
+def _arrays_of(sampled: SamplerOutput) -> _Arrays:
+    raw, kept = (
+        None if each is None else each.numpy() for each in (sampled.raw_logprobs, sampled.sampled_logprobs)
+    )
+    return _Arrays(sampled.token_ids.numpy(), sampled.logprobs.numpy(), raw, kept)
+
+
+def _host_output(sampled: SamplerOutput, arrays: _Arrays) -> HostOutput:
+    """Return copies of ``arrays``: the next step may overwrite them."""
     return HostOutput(
-        token_ids=sampled.token_ids.numpy().astype(np.int32),
-        logprobs=sampled.logprobs.numpy(),
-        raw_logprobs=None if raw is None else raw.numpy(),
-        sampled_logprobs=None if kept is None else kept.numpy(),
+        token_ids=arrays.token_ids.astype(np.int32),
+        logprobs=arrays.logprobs.copy(),
+        raw_logprobs=None if arrays.raw is None else arrays.raw.copy(),
+        sampled_logprobs=None if arrays.sampled is None else arrays.sampled.copy(),
         further=sampled.further,
         inputs=sampled.inputs,
         hidden=sampled.hidden,

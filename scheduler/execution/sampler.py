@@ -38,7 +38,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import TORCH, TRITON, best
+from ..kernels.native import Sampling
 from ..kernels.sampler import RowSampler
+from ..layers.logits_processor import SharedLogits
 from .forward import FurtherLogprobs, SamplingBatch
 
 if TYPE_CHECKING:
@@ -56,18 +58,20 @@ _SORTED = 4 << 20
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def noise(
-    seeds: npt.NDArray[np.uint64], sample_index: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
+def noise_stream(seed: npt.ArrayLike, sample_index: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Return the streams of noise that seeds and sample indices choose, as an array."""
+    first = splitmix64(np.atleast_1d(np.asarray(seed, np.uint64)), np.zeros(1, np.int64))
+    return splitmix64(first, np.atleast_1d(np.asarray(sample_index, np.int64)))
+
+
+def noise(streams: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return uniforms [S] in [0, 1), a pure function of (seed, sample index, absolute position).
 
     SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the n-th output is a mix of seed + n * gamma. Seed and
-    sample index choose a stream, the position is the counter in it. The upper 53 bits make the double.
+    sample index choose one of :func:`noise_stream`; the position is the counter in it. The upper 53 bits make
+    the double.
     """
-    stream = splitmix64(seeds, np.zeros_like(sample_index))
-    stream = splitmix64(stream, sample_index)
-    bits = splitmix64(stream, positions)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (splitmix64(streams, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -175,8 +179,10 @@ class Sampler:
         self._probs = torch.zeros((held, width), device=device)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    def sample(self, logits: Tensor | SharedLogits, batch: SamplingBatch) -> SamplerOutput:
         """Sample every row of ``logits`` [S, V]; the host waits for nothing that a device computes."""
+        if isinstance(logits, SharedLogits):
+            return self._sample_share(logits, batch)
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}, "
@@ -185,15 +191,40 @@ class Sampler:
         if self._triton is not None:
             out = self._sample_triton(self._triton, logits, batch)
             return out if batch.given is None else self._with_given(logits, batch, batch.given, out)
-        rows, filtered = logits.shape[0], batch.any_filtered
-        out = SamplerOutput.empty(rows, logits.device, batch)
-        if self._compiled is None:
-            plan = _FilterPlan.of(batch, self._vocab_size) if filtered else None
-            for start in range(0, rows, self._chunk_rows):
-                chunk = slice(start, min(rows, start + self._chunk_rows))
-                self._sample_chunk(logits, batch, plan, chunk, out)
+        if self._compiled is not None:
+            out, arguments = self.arguments(logits, batch)
+            self._compiled.sample(arguments, self.dtype)
             return out
-        self._compiled.sample(
+        rows = logits.shape[0]
+        out = SamplerOutput.empty(rows, logits.device, batch)
+        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
+        for start in range(0, rows, self._chunk_rows):
+            chunk = slice(start, min(rows, start + self._chunk_rows))
+            self._sample_chunk(logits, batch, plan, chunk, out)
+        return out
+
+    def _sample_share(self, logits: SharedLogits, batch: SamplingBatch) -> SamplerOutput:
+        """Sample this rank's share of the rows; all ranks get the results of all."""
+        share, rows = logits.share(), logits.own
+        batch = batch.select(torch.arange(rows.start, rows.stop, device=share.device))
+        own = self.sample(share, batch) if len(share) else SamplerOutput.empty(0, share.device, batch)
+        results = own.token_ids.int(), own.logprobs, own.raw_logprobs, own.sampled_logprobs
+        columns = torch.stack([each.view(torch.int32) for each in results if each is not None], 1)
+        token_ids, *values = logits.gather(columns).t().contiguous()
+        logprobs, *others = (each.view(torch.float32) for each in values)
+        return SamplerOutput(
+            token_ids=token_ids.long(),
+            logprobs=logprobs,
+            raw_logprobs=others.pop(0) if batch.want_raw else None,
+            sampled_logprobs=others.pop(0) if batch.want_sampled else None,
+        )
+
+    def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
+        """Return memory for results, and the compiled sampler's arguments; both must outlive its call."""
+        assert self._compiled is not None
+        out = SamplerOutput.empty(logits.shape[0], logits.device, batch)
+        filtered = batch.any_filtered
+        return out, self._compiled.arguments(
             logits,
             batch.temperature if batch.any_sampled else None,
             batch.greedy,
@@ -208,7 +239,10 @@ class Sampler:
             last_kept=out.last_kept,
             given=batch.given,
         )
-        return out
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
 
     def logprobs_of(self, logits: Tensor, targets: Tensor, known: Tensor | None = None) -> Tensor:
         """Return float32 [S]: the log-softmax of ``logits`` [S, V], ``known`` or not, at ``targets``."""
@@ -218,7 +252,8 @@ class Sampler:
         rows = len(logits)
         found, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         greedy, uniforms = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.float64)
-        self._compiled.sample(logits, None, greedy, uniforms, tokens, found, None, given=targets)
+        per_row = None, greedy, uniforms, tokens, found, None
+        self._compiled.sample(self._compiled.arguments(logits, *per_row, given=targets), logits.dtype)
         return found
 
     @property

@@ -12,6 +12,7 @@ os.environ.update(settings())
 
 from ...io_struct import CaesuraError
 from ...process.curve import read_key_pair, server_key, shared_key_pair
+from ...process.engine_options import EngineOptions
 from .worker_process import Connection, end, run
 
 
@@ -28,6 +29,13 @@ from .worker_process import Connection, end, run
 @click.option(
     "--curve-client-key-file", help="File with this worker's CURVE key pair, as caesura keygen writes it."
 )
+@click.option(
+    "--join-timeout-s",
+    type=float,
+    default=EngineOptions.join_timeout_s,
+    show_default=True,
+    help="Seconds to wait for a rank 0 that starts this worker, which says meanwhile what is missing.",
+)
 @click.option("--lifeline-fd", type=int, hidden=True)
 def worker(
     join: str,
@@ -36,9 +44,12 @@ def worker(
     local_rank: int | None,
     curve_server_key: str | None,
     curve_client_key_file: str | None,
+    join_timeout_s: float,
     lifeline_fd: int | None,
 ) -> None:
     """Run one rank of an engine in the foreground, until its rank 0 ends."""
+    if not join_timeout_s >= 0:  # NaN, too
+        raise click.UsageError(f"--join-timeout-s must be at least 0, not {join_timeout_s}")
     try:
         keys = None
         if curve_server_key is not None and curve_client_key_file is not None:
@@ -50,7 +61,7 @@ def worker(
             keys = (shared.public, shared)
     except CaesuraError as error:
         raise click.UsageError(str(error)) from error
-    end(run(Connection(join, rank, keys, lifeline_fd), device, local_rank))
+    end(run(Connection(join, rank, keys, lifeline_fd, join_timeout_s), device, local_rank))
 
 
 if __name__ == "__main__":

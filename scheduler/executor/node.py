@@ -2,7 +2,8 @@
 
 Invariants:
 - The node ends with status 0 when rank 0 has told every worker that the engine has been shut down, or by a
-  signal; with 1 when no rank 0 has started its workers for as long as rank 0 waits for them.
+  signal; with 1 when no rank 0 has started its workers within ``join_timeout_s``, or when one
+  is refused or cannot start before any has served.
 - No worker outlives this process, and none has another parent: each has a lifeline (:mod:`.workers`).
 """
 
@@ -19,9 +20,9 @@ from ...process import log
 from ...process.placement import Placement
 from ..runtime.engine_config import EngineConfig
 from ..runtime.shutdown import STOP_SIGNALS
-from .worker_process import LOST_STATUS
+from .worker_process import LOST_STATUS, REFUSED_STATUS
 from .worker_socket import worker_command
-from .workers import JOIN_S, LaunchedWorker
+from .workers import LaunchedWorker
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -32,15 +33,11 @@ _USAGE_STATUS = 2
 def run_node(config: EngineConfig, place: Placement, lifeline_fd: int | None) -> int:
     """Run the ranks of ``place`` until the engine ends; return the exit status."""
     log.configure(config.log_level, log_format=config.log_format, name=config.log_name)
-    ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: ends.put(None))
-    if lifeline_fd is not None:
-        watch = threading.Thread(target=_wait, args=(lifeline_fd, ends), name="caesura-lifeline", daemon=True)
-        watch.start()
+    ends = _ends(lifeline_fd)
     ranks = place.ranks(config.tp)
     try:
         command = worker_command(f"tcp://{place.master_addr}", config.curve_secret_key_file)
+        command += ["--join-timeout-s", str(config.join_timeout_s)]
     except CaesuraError as error:
         logger.error("the node ends: %s", error)
         return _USAGE_STATUS
@@ -49,7 +46,8 @@ def run_node(config: EngineConfig, place: Placement, lifeline_fd: int | None) ->
     )
     workers: dict[int, LaunchedWorker] = {}
     ended: set[int] = set()
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + config.join_timeout_s
+    has_served = False
     try:
         while len(ended) < len(ranks):
             for rank in set(ranks) - workers.keys() - ended:
@@ -67,7 +65,11 @@ def run_node(config: EngineConfig, place: Placement, lifeline_fd: int | None) ->
             if status == _USAGE_STATUS:
                 return status
             if status < 0 or status == LOST_STATUS:
-                deadline = time.monotonic() + JOIN_S
+                has_served = True
+                deadline = time.monotonic() + config.join_timeout_s
+            elif status == REFUSED_STATUS and not has_served:
+                logger.error("rank %d is refused or cannot start: the node ends", rank)
+                return 1
             elif time.monotonic() >= deadline:
                 logger.error("no rank 0 at %s has started rank %d: the node ends", place.master_addr, rank)
                 return 1
@@ -78,6 +80,17 @@ def run_node(config: EngineConfig, place: Placement, lifeline_fd: int | None) ->
         for worker in workers.values():
             worker.close(end_at)
         log.flush()
+
+
+def _ends(lifeline_fd: int | None) -> "queue.SimpleQueue[tuple[int, str] | None]":
+    """Return a queue of ranks whose worker has ended, and how; None once this process shall end."""
+    ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: ends.put(None))
+    if lifeline_fd is not None:
+        watch = threading.Thread(target=_wait, args=(lifeline_fd, ends), name="caesura-lifeline", daemon=True)
+        watch.start()
+    return ends
 
 
 def _tell(ends: "queue.SimpleQueue[tuple[int, str] | None]", rank: int, how: str) -> None:

@@ -13,6 +13,7 @@ Invariants:
 import faulthandler
 import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -37,7 +38,7 @@ from .worker import Worker
 from .worker_rendezvous import device_at
 from .worker_socket import DEAD_HOST_MS, HEARTBEAT_MS
 from .worker_updates import Operation
-from .workers import JOIN_S, here, identity_of
+from .workers import Waits, here, identity_of
 
 if TYPE_CHECKING:
     from ..execution.forward import ForwardOutput
@@ -46,10 +47,14 @@ logger = logging.getLogger(__name__)
 
 LOST_STATUS = os.EX_TEMPFAIL
 """Exit status of a worker whose engine has failed: another one may come."""
+REFUSED_STATUS = os.EX_UNAVAILABLE
+"""Exit status of a worker that rank 0 has refused, or that cannot start."""
 _LAST_WORDS_S = 0.5
 _WAITING_POLL_MS = 5
 """Interval at which a waiting operation is looked at."""
 _READ_S = 1.0
+_FORGOTTEN_S = DEAD_HOST_MS / 1000
+"""Seconds of silence after which rank 0, which tells a worker each second to wait, knows it no more."""
 _CONCURRENT = {"join_group", "leave_group"}
 """Methods that wait for others than rank 0, and hold nothing up."""
 
@@ -57,13 +62,26 @@ _CONCURRENT = {"join_group", "leave_group"}
 class RankZeroGoneError(BaseException):
     """Rank 0 has ended, or does not want this worker."""
 
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason)
+        self.status = status
+
 
 class Connection:
     def __init__(
-        self, address: str, rank: int, keys: tuple[bytes, KeyPair] | None, lifeline_fd: int | None
+        self,
+        address: str,
+        rank: int,
+        keys: tuple[bytes, KeyPair] | None,
+        lifeline_fd: int | None,
+        timeout_s: float,
     ) -> None:
         """``keys``: rank 0's public and this worker's pair; ``lifeline_fd`` is readable when rank 0 ends."""
         self.rank = rank
+        self.is_there = False
+        """True once a rank 0 listens at the address, and accepts the keys."""
+        self._address = address
+        self._timeout_s = timeout_s
         self.lifeline_fd = lifeline_fd
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = context.socket(zmq.DEALER)
@@ -79,7 +97,7 @@ class Connection:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys[0])
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[1].public)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys[1].secret)
-        self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(address)
 
     def join(self) -> None:
@@ -90,12 +108,23 @@ class Connection:
 
     def await_start(self) -> Call:
         """Wait for the call that starts this worker, or that ends it. Raises RankZeroGoneError."""
-        deadline = monotonic() + JOIN_S
-        while self.socket.poll(max(0, round(1000 * (deadline - monotonic())))):
-            call, _ = self.next_call()
-            if call.method != "wait":
-                return call
-        raise RankZeroGoneError(f"no rank 0 has started this worker within {JOIN_S:g} s")
+        waits = Waits(self._timeout_s)
+        deadline = monotonic() + self._timeout_s
+        by_hand = self._address.startswith("tcp://")  # else rank 0 has just started it
+        forgotten_at = math.inf
+        while (left := deadline - monotonic()) > 0:
+            problem = "it waits for others" if self.is_there else "nobody has answered there"
+            if by_hand:
+                waits.say(f"rank {self.rank} waits for rank 0 at {self._address} to start it; {problem}")
+            if self.socket.poll(round(1000 * min(left, waits.interval_s, _FORGOTTEN_S))):
+                call, _ = self.next_call()
+                if call.method != "wait":
+                    return call
+                forgotten_at = monotonic() + _FORGOTTEN_S
+            elif by_hand and monotonic() >= forgotten_at:  # ZeroMQ leaves its connection open
+                reason = f"rank 0 knows this worker no more: another one has joined as rank {self.rank}"
+                raise RankZeroGoneError(reason)
+        raise RankZeroGoneError(f"no rank 0 has started this worker within {self._timeout_s:g} s")
 
     def next_call(self) -> tuple[Call, list[memoryview]]:
         """Wait for a call and its frames. Raises RankZeroGoneError if this worker is not wanted."""
@@ -103,7 +132,7 @@ class Connection:
         call = decode_call(header.buffer)
         if call.method == "refuse":
             (reason,) = msgspec.msgpack.decode(call.arguments, type=tuple[str])
-            raise RankZeroGoneError(f"rank 0 has refused this worker: {reason}")
+            raise RankZeroGoneError(f"rank 0 has refused this worker: {reason}", REFUSED_STATUS)
         return call, [frame.buffer for frame in frames]
 
     def all_reduce_min(self, value: int) -> int:
@@ -147,11 +176,12 @@ def run(connection: Connection, device: str | None, local_rank: int | None = Non
             worker = Worker(start, connection.rank, device, connection, wakeup.set)
         except (CaesuraError, MemoryError, RuntimeError, OSError, ValueError) as error:
             logger.error("rank %d cannot start: %s", connection.rank, error)
+            watch.status = REFUSED_STATUS
             failure = failure_of(error)
             while call.method != "stop":  # rank 0 may ask for a size before it looks for this failure
                 connection.answer(Answer(number=call.number, failure=failure))
                 call, _ = connection.next_call()
-            return 1
+            return REFUSED_STATUS
         watch.on_gone, watch.status = worker.parallel.abort, LOST_STATUS
         gc.freeze()
         logger.info("rank %d is built (%d threads)", connection.rank, torch.get_num_threads())
@@ -161,6 +191,9 @@ def run(connection: Connection, device: str | None, local_rank: int | None = Non
         return 0 if _is_for_good(stop) else LOST_STATUS
     except RankZeroGoneError as gone:
         logger.warning("%s", gone)
+        return gone.status
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.error("rank %d has joined something that is no rank 0: %s", connection.rank, error)
         return 1
     finally:
         if worker is not None:
@@ -194,9 +227,10 @@ class _Watch:
         poller.register(events, zmq.POLLIN)
         if self._connection.lifeline_fd is not None:
             poller.register(self._connection.lifeline_fd, zmq.POLLIN)
-        for source, _ in poller.poll():
-            if source == events:
-                parse_monitor_message(events.recv_multipart())
+        while (events, zmq.POLLIN) in poller.poll():
+            if parse_monitor_message(events.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+                break
+            self._connection.is_there = True
         if not self.ends_in_order:
             logger.warning("rank 0 has ended, and so does this worker")
             self.on_gone()

@@ -4,14 +4,16 @@ Invariants:
 - Workers of this host come over a socket in a private directory, which is removed when all are there.
 - Workers of other hosts come over tcp; beyond loopback only with CURVE keys: the socket's own, and those that
   clients of the engine may have. The socket's own are made of a secret in the environment of all nodes, or
-  are the engine's. With keys, connections are accepted in
-  :meth:`WorkerSocket.answer_handshakes` alone, so never after :meth:`WorkerSocket.shut`.
+  are the engine's. With keys, connections are accepted in :meth:`WorkerSocket.answer_handshakes` alone.
+- When all are there, the address takes no connections any more, where the system can drop their requests.
 - A thread tells of a connection that breaks afterwards: at once when a process ends, by ZeroMQ's heartbeats
   when a host does.
 """
 
 import contextlib
 import logging
+import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
-from ...process import private_directory
+from ...process import private_directory, shut_listener
 from ...process.contract import is_loopback
 from ...process.curve import (
     NODES_VARIABLE,
@@ -52,7 +54,9 @@ class WorkerSocket:
             self._keys = shared_key_pair()
             if self._keys is None and self._key_file is not None:
                 self._keys = read_key_pair(self._key_file, "curve_secret_key_file")
-        self._expected = 0
+        self.connections: dict[int, int] = {}
+        """Descriptor of each worker's connection, by rank: anybody else's may come and go."""
+        self._is_shut = False
         self._handshakes: Handshakes | None = None
         self._directory: str | None = None
         self._cleanup = contextlib.ExitStack()
@@ -65,12 +69,13 @@ class WorkerSocket:
     def _open(self, config: EngineConfig) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._cleanup.callback(self._context.term)
+        events = self._context.socket(zmq.PAIR)
+        self._cleanup.callback(events.close)  # after the other end, which would wait for it
         self.socket = self._context.socket(zmq.ROUTER)
         self._cleanup.callback(self.socket.close, _LINGER_MS)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a crashed host seems to be there for a while
         self.socket.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by who waits for the answers
-        self.socket.setsockopt(zmq.RCVHWM, 0)
         if config.tp_address is None:
             self._directory = str(private_directory.make())
             self._cleanup.callback(private_directory.remove, self._directory)
@@ -82,16 +87,22 @@ class WorkerSocket:
         if self._keys is not None:
             self._handshakes = Handshakes(self.socket, self._context, self._keys, self._allowed, "worker")
             self._cleanup.callback(self._handshakes.socket.close)
-        self._watch_connections()
+        self._monitor(events)
         try:
             self.socket.bind(self.address)
         except zmq.ZMQError as error:
             reason = f"workers cannot join at {self.address}: {error}"
             raise CaesuraError(ErrorCode.ENDPOINT_IN_USE, reason) from error
+        listening = parse_monitor_message(events.recv_multipart())["value"]
+        self._listener = self._cleanup.enter_context(socket.socket(fileno=os.dup(listening)))
         given, self.address = self.address, self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         if _is_reached_here_alone(self.address) and not _is_reached_here_alone(given):
             problem = f"is {self.address} on this host, where no other one reaches it: give a number"
             raise _invalid(given, problem)
+        thread = threading.Thread(target=self._follow, args=(events,), name="caesura-ranks", daemon=True)
+        thread.start()
+        self._cleanup.callback(thread.join)
+        self._cleanup.callback(self.socket.disable_monitor)
 
     def command(self) -> list[str]:
         return worker_command(self.address, None if self._keys is None else self._key_file)
@@ -101,16 +112,17 @@ class WorkerSocket:
         if self._handshakes is not None:
             self._handshakes.answer()
 
-    def shut(self, workers: int) -> None:
-        """Take no connection beside those of ``workers``, and tell of each that breaks."""
-        self._expected = workers
+    def shut(self) -> None:
+        """Take no further connection, and tell of each of :attr:`connections` that breaks."""
+        self._is_shut = True
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if self._directory is not None:
             private_directory.remove(self._directory)
+            return
+        with contextlib.suppress(OSError):  # a sandbox without filters
+            shut_listener.shut(self._listener)
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self._thread.join()
         self._cleanup.close()
 
     def _allowed(self) -> frozenset[bytes]:
@@ -120,18 +132,14 @@ class WorkerSocket:
             return own
         return own | read_public_keys(self._authorized, "curve_authorized_clients")
 
-    def _watch_connections(self) -> None:
+    def _monitor(self, events: "zmq.Socket[bytes]") -> None:
+        """Have the listener of the socket, which is bound next, and then its connections reported."""
         address = f"inproc://caesura-ranks-{id(self)}"
-        wanted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        wanted = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         self.socket.monitor(address, wanted)
-        events = self._context.socket(zmq.PAIR)
         events.setsockopt(zmq.LINGER, 0)
         events.setsockopt(zmq.RCVHWM, 0)
         events.connect(address)
-        self._thread = threading.Thread(
-            target=self._follow, args=(events,), name="caesura-ranks", daemon=True
-        )
-        self._thread.start()
 
     def _follow(self, events: "zmq.Socket[bytes]") -> None:
         connected: set[int] = set()
@@ -142,9 +150,11 @@ class WorkerSocket:
                     return
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     connected.add(event["value"])
-                    continue
-                connected.discard(event["value"])
-                if len(connected) < self._expected:
+                else:
+                    connected.discard(event["value"])
+                lost = self._is_shut and not connected.issuperset(self.connections.values())
+                # Behind the last event: a descriptor that one connection had may be the next one's.
+                if lost and not events.poll(0):
                     self._on_lost(CONNECTION_LOST)
 
 

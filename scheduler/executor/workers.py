@@ -32,9 +32,12 @@ from .worker_socket import CONNECTION_LOST, WorkerSocket
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 600.0
-"""Longest wait until every worker has come, in seconds."""
+REMINDERS = 20
+"""Number of times that a wait for another rank is logged until it ends."""
 _CLOSE_S = 2.0
+_TURN_AWAY_S = 2.0
+_HANDSHAKE_POLL_MS = 50
+_MESSAGES_PER_RECEIVE = 256
 _SAYS_MORE_S = 0.3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,6 +46,8 @@ class Workers:
     def __init__(self, config: EngineConfig) -> None:
         """Start the workers of this host; :meth:`await_all` waits for them."""
         self._ranks = range(1, config.tp)
+        self._by_hand = range(config.tp - config.tp_joined, config.tp)
+        self._join_timeout_s = config.join_timeout_s
         self.joined: dict[int, Join] = {}
         self.lost: str | None = None
         """Why a worker is lost, or None while all are there."""
@@ -77,11 +82,14 @@ class Workers:
 
     def await_all(self) -> None:
         """Return when every worker has joined; from then on nobody else can. Raises as :meth:`wait`."""
-        deadline = monotonic() + JOIN_S
-        while missing := set(self._ranks) - self.joined.keys() or self._gone():
+        deadline = monotonic() + self._join_timeout_s
+        waits = Waits(self._join_timeout_s)
+        while missing := self._missing():
+            if not missing.isdisjoint(self._by_hand):
+                waits.say(f"rank 0 waits at {self._listener.address} for ranks {sorted(missing)}")
             self.wait(deadline, "join", missing)
             self.receive()
-        self._listener.shut(len(self._ranks))
+        self._listener.shut()
 
     @property
     def sharing(self) -> list[int]:
@@ -89,14 +97,13 @@ class Workers:
         hosts = [host_of(each) for each in (here(), *(self.joined[rank].host for rank in self._ranks))]
         return [hosts.count(host) for host in hosts]
 
-    def _gone(self) -> set[int]:
-        """Forget the workers that have joined and ended since; return their ranks."""
-        gone = {rank for rank in self._ranks if not self._reaches(rank)}
-        for rank in gone:
+    def _missing(self) -> set[int]:
+        """Return the ranks that have not joined, or have ended since; the others hear that rank 0 waits."""
+        for rank in [rank for rank in self.joined if not self._reaches(rank)]:
             logger.warning(
                 "rank %d (pid %d) has ended before all were there", rank, self.joined.pop(rank).pid
             )
-        return gone
+        return set(self._ranks) - self.joined.keys()
 
     def _reaches(self, rank: int) -> bool:
         """Return True if there is a connection to a worker, which is told to wait for a call."""
@@ -115,15 +122,20 @@ class Workers:
             self.send_to(rank, frames)
 
     def receive(self) -> list[tuple[int, Answer]]:
+        """Return answers that have come, if not all: who sends without end holds nothing up."""
         self.require_all()
         answers: list[tuple[int, Answer]] = []
-        while True:
+        for _ in range(_MESSAGES_PER_RECEIVE):
             try:
-                identity, header, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
+                identity, header, *_ = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return answers
-            if (answer := self.answer_of(identity, header)) is not None:
-                answers.append((rank_of(identity), answer))
+                break
+            rank = rank_of(identity.bytes)
+            if (answer := self.answer_of(identity.bytes, header.bytes)) is not None:
+                answers.append((rank, answer))
+            elif rank in self.joined:
+                self._listener.connections[rank] = header.get(zmq.SRCFD)
+        return answers
 
     def wait(self, deadline: float, what: str, missing: Collection[int]) -> None:
         """Block a second at most for :meth:`receive`; EngineEndsError: one is lost, or past ``deadline``."""
@@ -201,6 +213,41 @@ class Workers:
         self._is_lost.set()
         self.on_lost()
         self.alarm.set()
+
+
+class Waits:
+    """The log lines of a wait for another rank: one at once, and more at equal intervals."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.interval_s = timeout_s / REMINDERS
+        self._timeout_s = timeout_s
+        self._began = self._next = monotonic()
+
+    def say(self, what: str) -> None:
+        """Log what is waited for, and how long it has been, if an interval has passed."""
+        if (now := monotonic()) < self._next:
+            return
+        self._next = now + self.interval_s
+        logger.info("%s: %.0f s of %g s", what, now - self._began, self._timeout_s)
+
+
+def turn_away(config: EngineConfig, reason: str) -> None:
+    """Tell the workers that are started by hand why rank 0 cannot start: they wait for it to listen."""
+    expected = set(range(config.tp - config.tp_joined, config.tp))
+    deadline = monotonic() + _TURN_AWAY_S
+    try:
+        listener = WorkerSocket(config, lambda _: None)
+    except CaesuraError:  # the address is what is refused
+        return
+    while expected and monotonic() < deadline:
+        listener.answer_handshakes()
+        if listener.socket.poll(_HANDSHAKE_POLL_MS):
+            identity, *_ = listener.socket.recv_multipart()
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                refusal = encode((0, "refuse", (f"it cannot start: {reason}",)))
+                listener.socket.send_multipart([identity, refusal])
+            expected.discard(rank_of(identity))
+    listener.close()
 
 
 class LaunchedWorker:

@@ -5,7 +5,8 @@ before the next stage, or when no sample is left.
 
 Invariants:
 - Modules are diffusers' and transformers' own. Their parameters, and the buffers of their checkpoints, live
-  in storage of ``memory/residency.py`` and are written by :class:`~..layers.parameters.WeightSlot` alone.
+  in storage of ``memory/residency.py`` and are written by :class:`~..layers.parameters.WeightSlot` alone:
+  those of layers that ``packed_layers.py`` computes, in its layout.
 - A tensor is known as ``component.name``, where ``name`` is the one in the component's own folder. What is
   tied to another parameter has no slot: its name is skipped.
 - Only the classes that a family lists are made, whatever the folder's index says; nothing remote is run.
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ...io_struct import Residency
-from ..layers.parameters import OffloadableSlot, Parameter, WeightSlot
+from ..kernels import native
+from ..layers.matrix import Matrix
+from ..layers.parameters import OffloadableSlot, Parameter, Placement, WeightSlot
 from ..memory.host_copy import exhaust
 from ..memory.offload import (
     ComponentOffloadStrategy,
@@ -40,6 +43,9 @@ from ..runtime.engine_config import EngineConfig
 from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_json
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .image_request import Kind
+from .joint_blocks import use_joint_blocks
+from .onednn import least_for_onednn, use_onednn
+from .packed_layers import packable_layers, use_packed
 
 _MAX_INDEX_BYTES = 1 << 20
 _NOT_FORWARD = {
@@ -85,22 +91,30 @@ class Component:
         stored |= {key: buffer for key, buffer in module.named_buffers() if key in kept}
         self.tied = frozenset(kept.keys() - stored.keys())
         names, places = _names_in_file(module, saved), _places(module)
+        place = Placement(dtype, device)
+        layers = packable_layers(module, place) if movable is None else {}
+        matrices = {}
         for key, old in stored.items():
-            parameter = Parameter(
-                f"{name}.{names.get(key, key)}",
-                tuple(old.shape),
-                dtype if old.is_floating_point() else old.dtype,
-                device,
-            )
+            full_name, kind = f"{name}.{names.get(key, key)}", dtype if old.is_floating_point() else old.dtype
+            layer = layers.get(key)
+            if layer is None:
+                parameter = Parameter(full_name, tuple(old.shape), kind, device)
+            else:
+                matrices[layer] = Matrix(full_name, layer.out_features, layer.in_features, place)
+                parameter = matrices[layer].parameter
             for holder, own in places[old]:
                 is_parameter = isinstance(old, nn.Parameter)
                 holder[own] = (
                     nn.Parameter(parameter.data, requires_grad=False) if is_parameter else parameter.data
                 )
-            self.slots[parameter.name] = (
-                parameter.slot(parameter.name) if movable is None else OffloadableSlot(parameter, movable)
-            )
-            self._storage.append((parameter.name, parameter.data))
+            if layer is not None:
+                self.slots[full_name] = matrices[layer].slot(full_name)
+            elif movable is not None:
+                self.slots[full_name] = OffloadableSlot(parameter, movable)
+            else:
+                self.slots[full_name] = parameter.slot(full_name)
+            self._storage.append((full_name, parameter.data))
+        use_packed(module, matrices)
         for owner in module.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -137,6 +151,11 @@ def build_component(
         module = _make_module(class_path, folder)
     names = [spec.name for spec in checkpoint.specs]
     dtype = dtype or saved or torch.float32
+    if device.type == "cpu":
+        if dtype == torch.float32:
+            use_onednn(module, least_for_onednn())
+        if dtype in (torch.float32, torch.bfloat16) and native.why_not() is None:
+            use_joint_blocks(module)
     return Component(name, folder, module, dtype, device, names, movable), checkpoint
 
 

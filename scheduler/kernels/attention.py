@@ -5,6 +5,7 @@ Invariant: a query's result depends on its own request alone, to the last bit, h
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,11 +17,18 @@ from . import native
 from .attention_form import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE
 
+if TYPE_CHECKING:
+    from .delta import PlannedStates
+
 _TASK_ROWS = 192
 """Queries that share a packed block of KV. Fewer pack more often (96: 4 % slower), more leave cores idle."""
 _PACKING = 16
 """Estimated cost of a task beside its rows, in rows; it only orders tasks."""
-_TASK_FIELDS = 4
+_TASK_FIELDS = 6
+_SHARED = 64
+"""Positions that requests attend to together are a multiple of this: a block of the kernel's."""
+_TILE = 16
+"""Most query heads of a KV head for which they do."""
 
 _ARGUMENTS = (
     *(POINTER, SIZE, SIZE),  # queries, strides of a token and a head
@@ -37,27 +45,95 @@ _SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, SIZE, result
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
-    """Divide a step's work into tasks, longest first: int64 [N, 4], row, first token, tokens, its position.
+    """Divide a step's work into tasks, longest first: int64 [N, 6], row, first token, tokens, its position.
 
-    ``q_lens``: at least 1, the last of ``kv_lens`` positions. ``group``: query heads per kv head.
+    The other fields are those of :func:`share_prefixes`: 1 and 0. ``q_lens``: at least 1, the last of
+    ``kv_lens`` positions. ``group``: query heads per kv head.
     """
     q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
-    if q.max(initial=1) == 1:  # they decode: nothing to divide, and the longest costs most
-        tasks = np.empty((len(kv), _TASK_FIELDS), dtype=np.int64)
-        order = np.argsort(-kv, kind="stable")
-        tasks[:, 0] = tasks[:, 1] = order
-        tasks[:, 2] = 1
-        tasks[:, 3] = kv[order] - 1
-        return tasks
+    if q.max(initial=1) == 1:
+        return decode_tasks(kv)
     most = max(1, _TASK_ROWS // group)
     parts = -(-q // most)
     row = np.repeat(np.arange(len(q)), parts)
     part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
     begin, end = (q[row] * part) // parts[row], (q[row] * (part + 1)) // parts[row]
     first, position, tokens = (np.cumsum(q) - q)[row] + begin, (kv - q)[row] + begin, end - begin
-    tasks = np.stack((row, first, tokens, position), axis=1)
-    cost = (position + tokens) * (tokens * group + _PACKING)
-    return np.ascontiguousarray(tasks[np.argsort(-cost, kind="stable")])
+    tasks = np.stack((row, first, tokens, position, np.ones_like(row), np.zeros_like(row)), axis=1)
+    return np.ascontiguousarray(tasks[np.argsort(-_costs(tasks, group), kind="stable")])
+
+
+def advance_tasks(tasks: np.ndarray, kv_lens: np.ndarray) -> None:
+    """Let :func:`decode_tasks` of the same rows have other lengths; their order stays."""
+    np.subtract(kv_lens[tasks[:, 0]], 1, out=tasks[:, 3])
+
+
+def decode_tasks(kv_lens: np.ndarray) -> np.ndarray:
+    """Return the tasks of rows of one token each: there is nothing to divide, and the longest costs most."""
+    order = np.argsort(-kv_lens, kind="stable")
+    tasks = np.ones((len(kv_lens), _TASK_FIELDS), dtype=np.int64)
+    tasks[:, 0] = tasks[:, 1] = order
+    tasks[:, 3], tasks[:, 5] = kv_lens[order] - 1, 0
+    return tasks
+
+
+def share_prefixes(tasks: np.ndarray, page_table: np.ndarray, group: int, most: int) -> np.ndarray:
+    """Let requests that begin with the same pages attend to these together: the pages are read once for all.
+
+    Of such tasks, which have one token each and follow one another, the first tells how many they are (field
+    4, 0 in the others) and the positions that they share (field 5), at least half of those of one of them.
+    ``page_table``: int32 [R, P]. ``most`` follow one another, of at most 16 heads.
+    """
+    most = min(most, _TASK_ROWS // group) if group <= _TILE else 1
+    alone = np.flatnonzero(tasks[:, 2] == 1)
+    first = np.sort(page_table[tasks[alone, 0], 0])
+    if most < 2 or not (first[1:] == first[:-1]).any():
+        return tasks
+    rows = page_table[tasks[alone, 0]]
+    order = sorted(range(len(alone)), key=[row.tobytes() for row in rows].__getitem__)
+    alone, rows = alone[order], rows[order]
+    ends = tasks[alone, 3] + 1
+    equal = np.logical_and.accumulate(rows[1:] == rows[:-1], axis=1).sum(axis=1) * PAGE_SIZE
+    shorter = np.minimum(ends[1:], ends[:-1])
+    common = np.minimum(equal, shorter) // _SHARED * _SHARED
+    # The rest a unit reads head by head of every request, which is slower than all heads of a page in turn.
+    common[2 * common < shorter] = 0
+    runs, positions = _runs(common.tolist(), most)
+    # A task of several tokens is a run of its own, behind those of one token.
+    tasks = tasks[np.concatenate([alone, np.flatnonzero(tasks[:, 2] > 1)])]
+    several = range(len(alone), len(tasks))
+    begins, shared = np.array([*runs, *several]), np.array([*positions, *(0 for _ in several)])
+    counts = np.diff(begins, append=len(tasks))
+    cost = np.add.reduceat(_costs(tasks, group), begins) - shared * (counts - 1) * _PACKING
+    longest = np.argsort(-cost, kind="stable")
+    begins, counts, shared = begins[longest], counts[longest], shared[longest]
+    heads = np.cumsum(counts) - counts
+    together: np.ndarray = tasks[np.arange(len(tasks)) + np.repeat(begins - heads, counts)]
+    together[:, 4:] = 0
+    together[heads, 4], together[heads, 5] = counts, shared
+    return together
+
+
+def _costs(tasks: np.ndarray, group: int) -> np.ndarray:
+    costs: np.ndarray = (tasks[:, 3] + tasks[:, 2]) * (tasks[:, 2] * group + _PACKING)
+    return costs
+
+
+def _runs(common: list[int], most: int) -> tuple[list[int], list[int]]:
+    """Divide rows into runs; return where each begins, and how many positions its rows have in common.
+
+    ``common`` [R - 1]: positions that a row has in common with the one before. A row that has no more than
+    half of what a run has in common, or of what the row behind it has with it, begins another run.
+    """
+    begins, shared = [0], [0]
+    for row, here in enumerate(common, 1):
+        behind = common[row] if row < len(common) else 0
+        if here and row - begins[-1] < most and 2 * here > max(shared[-1], behind):
+            shared[-1] = min(shared[-1] or here, here)
+        else:
+            begins.append(row)
+            shared.append(0)
+    return begins, shared
 
 
 class PagedAttention:
@@ -163,3 +239,5 @@ class PagedStep:
     window_slots: Tensor | None = None
     window_table: Tensor | None = None
     """``page_table`` of layers with a window, or None if they store where all layers do."""
+    states: "PlannedStates | None" = None
+    """States of layers without K and V; ``kv`` then counts the others."""

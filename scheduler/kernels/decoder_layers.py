@@ -12,8 +12,9 @@ from torch import Tensor
 
 from . import native
 from .attention_form import PLAIN, Bend, FormKind
+from .delta import DeltaStep
 from .elementwise import BENDS
-from .linear import FP8, Scales, holds
+from .linear import FP8, Codes, Scales, holds
 from .native import LayerForm
 
 MAX_GROUPS = 64
@@ -44,6 +45,11 @@ class LayerTensors(NamedTuple):
     """With latent attention, per head: latents by unrotated keys, packed."""
     w_vc: Tensor | None = None
     """With latent attention, per head: values by latents, packed."""
+    filters: Tensor | None = None
+    """Parameters of a layer with states (``delta.py``), whose products are ``qkv`` and ``o``."""
+    log_rate: Tensor | None = None
+    rate_bias: Tensor | None = None
+    delta_norm: Tensor | None = None
     router: Tensor | None = None
     router_bias: Tensor | None = None
     """float32 bias of routing by groups, used for the choice alone."""
@@ -53,7 +59,7 @@ class LayerTensors(NamedTuple):
     experts_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
     qkv_scales: Tensor | None = None
-    """Scales of an FP8 or int8 weight (``linear.py``); the following fields likewise."""
+    """Scales of a quantised weight (``linear.py``); the following fields likewise."""
     o_scales: Tensor | None = None
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
@@ -124,6 +130,8 @@ class LayerKind:
     """Width of the dense block, or of the shared experts; 0 without them."""
     bend: Bend = "silu"
     attention: FormKind = PLAIN.kind
+    has_states: bool = False
+    """The delta rule over states instead of attention."""
     experts: ExpertsForm | None = None
 
     def as_struct(self, record: Tensor | None) -> LayerForm:
@@ -133,6 +141,7 @@ class LayerKind:
             intermediate=self.intermediate,
             bend=BENDS[self.bend],
             window=attention.window or 0,
+            has_states=self.has_states,
             scale=attention.scale or 0.0,
             softcap=attention.softcap or 0.0,
         )
@@ -172,11 +181,16 @@ class LayerShape:
     head_size: int
     rotated: int
     from_one: bool = False
+    head_gates: bool = False
+    """Each query head is followed by gates of its output."""
     latent: LatentShape | None = None
+    delta: DeltaStep | None = None
+    """Delta rule of layers with states."""
     scale_columns: int = 0
     """Inputs that share a scale of a weight with scales."""
     scaled: torch.dtype = FP8
     """Dtype of weights with scales."""
+    codes: Codes | None = None
 
     @property
     def q(self) -> int:
@@ -186,7 +200,7 @@ class LayerShape:
     def qkv(self) -> int:
         """Outputs of attention's first product: queries, keys and values, or their latents."""
         if self.latent is None:
-            return (self.heads + 2 * self.kv_heads) * self.head_size
+            return ((2 if self.head_gates else 1) * self.heads + 2 * self.kv_heads) * self.head_size
         return (self.latent.q_lora_rank or self.q) + self.width
 
     @property
@@ -200,7 +214,11 @@ class LayerShape:
     def _products(self, kind: LayerKind) -> dict[str, tuple[int, int, int]]:
         """Return by name the number of stacked weights, and outputs and inputs of each."""
         hidden, size, experts, latent = self.hidden, kind.intermediate, kind.experts, self.latent
-        products = {"qkv": (1, self.qkv, hidden), "o": (1, hidden, self.attended)}
+        if kind.has_states:
+            assert self.delta is not None
+            products = {"qkv": (1, self.delta.width, hidden), "o": (1, hidden, self.delta.values)}
+        else:
+            products = {"qkv": (1, self.qkv, hidden), "o": (1, hidden, self.attended)}
         if size:
             products |= {"gate_up": (1, 2 * size, hidden), "down": (1, hidden, size)}
         if experts is not None:
@@ -224,7 +242,12 @@ class LayerShape:
         norms = ("input_norm", "mlp_norm", "behind_attention", "behind_mlp")
         vectors: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
         vectors |= {"qkv_bias": (self.qkv,), "o_bias": (hidden,)}
-        if latent is not None:
+        if kind.has_states:
+            assert self.delta is not None
+            state = self.delta.shape
+            vectors |= {"filters": (state.kernel, state.channels), "delta_norm": (state.value_size,)}
+            vectors |= dict.fromkeys(("log_rate", "rate_bias"), (state.value_heads,))
+        elif latent is not None:
             vectors["k_norm"] = (latent.kv_lora_rank,)
             if latent.q_lora_rank:
                 vectors["q_norm"] = (latent.q_lora_rank,)
@@ -271,7 +294,7 @@ class LayerShape:
                 fits = name in _OPTIONAL or not (name in products or name in vectors)
             elif name in products:
                 lines = tensors.get(f"{name}_scales")
-                scales = None if lines is None else Scales(lines, self.scale_columns, self.scaled)
+                scales = None if lines is None else Scales(lines, self.scale_columns, self.scaled, self.codes)
                 fits = holds(tensor, scales, *products[name], dtype)
             elif name.endswith(_SCALES):  # they have been seen with their weight
                 weight = name.removesuffix(_SCALES)

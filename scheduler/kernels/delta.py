@@ -7,6 +7,7 @@ Invariants:
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +15,13 @@ from torch import Tensor
 
 from ..cache.pool import StateShape
 from . import TORCH, best, native
-from .native import FLOAT, INT, POINTER, SIZE
+from .native import FLOAT, INT, POINTER, SIZE, DeltaArguments
 
 LARGEST_HEAD = 256
 
 _STEP = native.by_dtype(
     "caesura_delta_step",
-    *(POINTER, SIZE, POINTER),  # x, stride of a row, places
-    *(POINTER, POINTER, SIZE),  # segments, chains, number of these
-    *(SIZE, SIZE, SIZE, SIZE, SIZE),  # key heads, value heads of each, key size, value size, kernel
+    *(POINTER, POINTER),  # sizes and states, x
     *(POINTER, POINTER, POINTER, POINTER, FLOAT),  # filters, rates, their biases, norm
     *(POINTER, POINTER, POINTER, INT),  # past, recurrent, out, threads
 )
@@ -51,6 +50,15 @@ class Segments:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStates:
+    """States of a planned step, for a kernel that computes whole layers."""
+
+    segments: Segments
+    layer: Callable[[int], tuple[Tensor, Tensor]]
+    """Return past and recurrent states of a layer, counted among those with states."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlaces:
     """Places of the first key head in a layer's first product, and the stride to the next.
@@ -72,7 +80,7 @@ class DeltaWeights:
     """A layer's parameters besides its products."""
 
     filters: Tensor
-    """[channels, 1, kernel]: filters of the convolution."""
+    """[kernel, channels]: filters of the convolution."""
     log_rate: Tensor
     """[value heads], as is the next."""
     rate_bias: Tensor
@@ -83,10 +91,38 @@ class DeltaWeights:
 
 class DeltaStep:
     def __init__(self, shape: StateShape, places: DeltaPlaces) -> None:
-        self._shape, self._width = shape, places.width
+        self.shape, self.width = shape, places.width
         pairs = (places.query, places.key, places.value, places.gate, places.b, places.a)
         self._places = (SIZE * 12)(*(number for pair in pairs for number in pair))
-        self._address = ctypes.addressof(self._places)
+
+    @property
+    def values(self) -> int:
+        return self.shape.value_heads * self.shape.value_size
+
+    def arguments(self, segments: Segments) -> DeltaArguments:
+        """Return the kernel's argument, which refers to this object and ``segments``, unchecked."""
+        shape = self.shape
+        return DeltaArguments(
+            places=ctypes.addressof(self._places),
+            segments=segments.table.data_ptr(),
+            chains=segments.chains.data_ptr(),
+            num_chains=len(segments.chains) - 1,
+            width=self.width,
+            key_heads=shape.key_heads,
+            group=shape.value_heads // shape.key_heads,
+            key_size=shape.key_size,
+            value_size=shape.value_size,
+            kernel=shape.kernel,
+        )
+
+    def takes(self, past: Tensor, recurrent: Tensor, dtype: torch.dtype) -> bool:
+        """Return True if these are states of a layer that computes in ``dtype``."""
+        return (
+            (past.dtype, past.shape[1:]) == (dtype, self.shape.past)
+            and (recurrent.dtype, recurrent.shape) == (torch.float32, (len(past), *self.shape.recurrent))
+            and past.is_contiguous()
+            and recurrent.is_contiguous()
+        )
 
     def run(
         self,
@@ -100,12 +136,12 @@ class DeltaStep:
         """Advance each sequence's state, and write what its tokens' queries find, normalised and gated.
 
         Args:
-            x: [T, places.width], elements of a row contiguous; ``segments`` is not checked.
+            x: [T, places.width], contiguous; rows in ``segments`` are not checked.
             past: [states, kernel - 1, channels], overwritten.
             recurrent: float32 [states, value heads, key size, value size], likewise.
             out: [T, value heads * value size], contiguous.
         """
-        shape, filters = self._shape, weights.filters
+        filters = weights.filters
         if not (segments.fits() and self._fits(x, weights, past, recurrent, out)):
             tensors = (
                 *(x, filters, weights.log_rate, weights.rate_bias, weights.norm),
@@ -113,34 +149,28 @@ class DeltaStep:
             )
             raise native.misfit("no step of the delta rule", *tensors)
         _STEP[x.dtype](
-            *(x.data_ptr(), x.stride(0), self._address),
-            *(segments.table.data_ptr(), segments.chains.data_ptr(), len(segments.chains) - 1),
-            *(shape.key_heads, shape.value_heads // shape.key_heads),
-            *(shape.key_size, shape.value_size, shape.kernel),
+            *(ctypes.byref(self.arguments(segments)), x.data_ptr()),
             *(filters.data_ptr(), weights.log_rate.data_ptr(), weights.rate_bias.data_ptr()),
             *(weights.norm.data_ptr(), weights.eps),
             *(past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
 
     def _fits(self, x: Tensor, weights: DeltaWeights, past: Tensor, recurrent: Tensor, out: Tensor) -> bool:
-        shape, rows, values = self._shape, x.shape[0], self._shape.value_heads * self._shape.value_size
+        shape, rows = self.shape, x.shape[0]
         parts = (
-            (weights.filters, (shape.channels, 1, shape.kernel)),
+            (weights.filters, (shape.kernel, shape.channels)),
             (weights.log_rate, (shape.value_heads,)),
             (weights.rate_bias, (shape.value_heads,)),
             (weights.norm, (shape.value_size,)),
-            (past, (past.shape[0], *shape.past)),
-            (out, (rows, values)),
+            (out, (rows, self.values)),
+            (x, (rows, self.width)),
         )
         return (
             x.dtype in native.FLOATS
-            and x.shape == (rows, self._width)
-            and x.stride(1) == 1
             and all(
                 each.dtype == x.dtype and each.shape == size and each.is_contiguous() for each, size in parts
             )
-            and (recurrent.dtype, recurrent.shape) == (torch.float32, (past.shape[0], *shape.recurrent))
-            and recurrent.is_contiguous()
+            and self.takes(past, recurrent, x.dtype)
         )
 
 

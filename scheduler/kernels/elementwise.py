@@ -34,6 +34,7 @@ _ROTATE_LATENTS = native.by_dtype(
     *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
     *(POINTER, POINTER, SIZE, INT),  # queries, keys, tokens, threads
 )
+_GATE_HEADS = native.by_dtype("caesura_gate_heads", POINTER, POINTER, *[SIZE] * 5, INT)
 _SIGMOID_MUL = native.by_dtype("caesura_sigmoid_mul", POINTER, POINTER, SIZE, SIZE, INT)
 
 
@@ -150,6 +151,18 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     ):
         raise native.misfit("no product", x, gate)
     _SIGMOID_MUL[x.dtype](x.data_ptr(), gate.data_ptr(), *x.shape, torch.get_num_threads())
+    return x
+
+
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """Multiply contiguous ``x`` [T, heads * size] in place by sigmoids of ``gates`` [T, heads, size]."""
+    tokens, heads, size = gates.shape
+    if not (_readable(x.dtype, x, gates) and x.shape == (tokens, heads * size) and x.is_contiguous()):
+        raise native.misfit("no gates of heads", x, gates)
+    _GATE_HEADS[x.dtype](
+        *(x.data_ptr(), gates.data_ptr(), gates.stride(0), gates.stride(1)),
+        *(tokens, heads, size, torch.get_num_threads()),
+    )
     return x
 
 

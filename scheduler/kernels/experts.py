@@ -17,7 +17,9 @@ from .linear import Packed, address
 from .native import FLOAT, INT, POINTER, SIZE
 
 _ROUTE = native.by_dtype("caesura_route", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
-_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 3, SIZE, *[POINTER] * 4, *[SIZE] * 3, INT)
+_PRODUCTS = native.by_dtype(
+    "caesura_grouped_linear", *[POINTER] * 3, SIZE, *[POINTER] * 5, *[SIZE] * 3, POINTER, INT
+)
 _COMBINE = native.by_dtype("caesura_combine", *[POINTER] * 4, *[SIZE] * 3, INT)
 _ROUTE_IN_GROUPS = native.function(
     "caesura_route_in_groups", *[POINTER] * 4, *[SIZE] * 5, INT, INT, INT, FLOAT, INT
@@ -129,10 +131,12 @@ class GroupedProduct(Packed):
             and (bias is None or bias.is_contiguous())
         ):
             raise native.misfit(f"no product with packed rows of {self._inputs}", x, out)
+        narrow = self._narrow(pairs)
         self._compute(
             x.data_ptr(), self._weight.data_ptr(), *address(self._scales),
             None if bias is None else bias.data_ptr(), out.data_ptr(), groups.experts.data_ptr(),
-            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs, torch.get_num_threads(),
+            groups.starts.data_ptr(), groups.count, self._outputs, self._inputs,
+            None if narrow is None else narrow.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 

@@ -6,11 +6,12 @@ Invariants:
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
 - With float8_e4m3fn weights and :class:`Scales` the product is, to the last bit, that of the dequantised
   weight, ``float32(weight) * scale`` rounded once to the dtype of ``x``. With AMX it is that of AVX-512.
-- With int8 weights and scales it is that of :func:`int8_product`, with every instruction set.
+- With int8 weights and scales it is that of :func:`int8_product`, with every instruction set; also where
+  four bits stand for a number, two in a byte (:class:`Codes`).
 - ValueError is raised for shapes, dtypes or strides that do not fit together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from . import native
 from .native import INT, POINTER, SIZE
 
 _PRODUCTS = native.by_dtype(
-    "caesura_linear", POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4, INT, POINTER, INT
+    "caesura_linear", POINTER, SIZE, POINTER, POINTER, SIZE, *[POINTER] * 3, *[SIZE] * 4, INT, POINTER, INT
 )
 _BATCHES = native.by_dtype(
     "caesura_batched_linear", POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, *[SIZE] * 4, INT
@@ -30,7 +31,7 @@ _ROWS = (POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, INT)
 _pack = native.function("caesura_pack_rows", *_ROWS)
 _unpack = native.function("caesura_unpack_rows", *_ROWS)
 _equal = native.function("caesura_equal_rows", *_ROWS, result=INT)
-_gather = native.function("caesura_gather_rows", POINTER, POINTER, POINTER, *[SIZE] * 4, INT, result=INT)
+_gather = native.function("caesura_gather_rows", POINTER, POINTER, POINTER, *[SIZE] * 3, INT, result=INT)
 
 _PANEL = 32
 """Outputs are padded to a multiple of this."""
@@ -41,9 +42,45 @@ _TILE_BYTES = 64
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 INT8_COLUMNS = 128
 """Inputs that share a scale of an int8 weight."""
-_MOST, _TINY = 32767.0, 1e-30  # of 16 bits; smaller rows are zero
+CODE_COLUMNS = 32
+"""Inputs that share a scale of a weight of four bits."""
+_MOST, _TINY = 127.0, 1e-30  # smaller blocks are zero
 _WORD = 4
 """Bytes that products take at once."""
+
+
+class Codes:
+    """Whole numbers that four bits stand for."""
+
+    def __init__(self, numbers: Sequence[int], *, by_powers: bool = False) -> None:
+        """Take the number of each of 16 codes; ``by_powers``: their scales are powers of two."""
+        self.numbers = torch.tensor(numbers, dtype=torch.int8)
+        self.by_powers = by_powers
+        both = torch.stack((self.numbers.repeat(16), self.numbers.repeat_interleave(16)), dim=1)
+        self._pairs = both.view(torch.int16).flatten()
+        self._bytes = torch.zeros(1 << 16, dtype=torch.uint8)
+        for byte, pair in reversed([*enumerate(self._pairs.tolist())]):  # of two codes for zero the lower one
+            self._bytes[pair] = byte
+
+    def have(self, numbers: Tensor) -> bool:
+        """Return True if each of ``numbers`` has a code."""
+        return bool(torch.isin(numbers, self.numbers.to(numbers.device)).all())
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Return int8 [n, in] as uint8 [n, in / 2], in the order of ``cpu/linear_int8.h``."""
+        ordered = numbers.reshape(len(numbers), numbers.shape[1] // 8, 2, 4).transpose(2, 3).contiguous()
+        pairs = ordered.view(torch.int16).flatten().int() & 0xFFFF
+        return self._bytes.index_select(0, pairs).view(len(numbers), numbers.shape[1] // 2)
+
+    def decode(self, words: Tensor) -> Tensor:
+        """Return what :meth:`encode` has encoded."""
+        found = self._pairs.index_select(0, words.flatten().int()).view(torch.int8)
+        return found.view(len(words), words.shape[1] // 4, 4, 2).transpose(2, 3).flatten(1)
+
+
+INT4 = Codes((*range(8), *range(-8, 0)))
+E2M1 = Codes((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), by_powers=True)
+"""Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
 class Scales(NamedTuple):
@@ -52,6 +89,8 @@ class Scales(NamedTuple):
     columns: int
     """Inputs of a block."""
     dtype: torch.dtype = FP8
+    codes: Codes | None = None
+    """Codes that the elements of an int8 weight are stored as."""
 
 
 def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
@@ -59,14 +98,17 @@ def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
     return -(-inputs // columns), -(-outputs // _PANEL) * _PANEL
 
 
-def scalable(inputs: int, columns: int, dtype: torch.dtype = FP8) -> bool:
-    """Return True if FP8 (or int8) rows of ``inputs`` elements in such blocks can be packed."""
+def scalable(inputs: int, columns: int, dtype: torch.dtype = FP8, codes: Codes | None = None) -> bool:
+    """Return True if FP8 (or int8, or four-bit) rows of ``inputs`` elements in such blocks can be packed."""
+    if codes is not None:
+        return inputs > 0 and inputs % (2 * _WORD) == 0 and columns == CODE_COLUMNS
     return packable(inputs, dtype) and (columns == INT8_COLUMNS if dtype == INT8 else columns % _WORD == 0)
 
 
 def narrow_row_bytes(inputs: int) -> int:
     """Return the bytes that a product with an int8 weight needs for each row of ``x``."""
-    return _TILE_BYTES + 2 * -(-inputs // _TILE_BYTES) * _TILE_BYTES
+    blocks = -(-inputs // CODE_COLUMNS) * 2 * _WORD
+    return sum(-(-each // _TILE_BYTES) * _TILE_BYTES for each in (blocks, inputs))
 
 
 def holds(
@@ -74,11 +116,12 @@ def holds(
 ) -> bool:
     """Return True if these are ``count`` packed weights [outputs, inputs] for products with ``dtype``."""
     stored = dtype if scales is None else scales.dtype
-    rows, columns = storage_shape(outputs, inputs, stored)
+    codes = None if scales is None else scales.codes
+    rows, columns = storage_shape(outputs, inputs, stored, codes)
     fits = (
         min(count, outputs) > 0
         and dtype in native.FLOATS
-        and weight.dtype == stored
+        and weight.dtype == (stored if codes is None else torch.uint8)
         and weight.shape == (count * rows, columns)
         and is_storage(weight)
         and packable(inputs, stored)
@@ -89,22 +132,29 @@ def holds(
     return (
         fits
         and packable(inputs, dtype)
-        and scalable(inputs, scales.columns, stored)
+        and scalable(inputs, scales.columns, stored, codes)
         and scales.lines.shape == (count * blocks, padded)
         and scales.lines.dtype == torch.float32
         and scales.lines.is_contiguous()
     )
 
 
-def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int]:
+def storage_shape(
+    outputs: int, inputs: int, dtype: torch.dtype, codes: Codes | None = None
+) -> tuple[int, int]:
     """Return the shape of a weight's storage: padded to multiples of 32 outputs and of 64 bytes."""
     tile = _TILE_BYTES // dtype.itemsize
+    inputs = inputs if codes is None else -(-inputs // 2)
     return -(-outputs // _PANEL) * _PANEL, -(-inputs // tile) * tile
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
     """Return True if rows can be packed: float32, even numbers of 16-bit floats, multiples of four bytes."""
-    return inputs > 0 and dtype in (*native.FLOATS, FP8, INT8) and inputs * dtype.itemsize % _WORD == 0
+    return (
+        inputs > 0
+        and dtype in (*native.FLOATS, FP8, INT8, torch.uint8)
+        and inputs * dtype.itemsize % _WORD == 0
+    )
 
 
 def is_storage(weight: Tensor) -> bool:
@@ -135,6 +185,12 @@ class Packed:
         self._scales = scales
         self._compute = self._kernels[self._dtype]
 
+    def _narrow(self, rows: int) -> Tensor | None:
+        """Return room for ``rows`` of the input in 8 bits, or None if they are multiplied as they are."""
+        if self._scales is None or self._scales.dtype != INT8:
+            return None
+        return torch.empty(rows * narrow_row_bytes(self._inputs), dtype=torch.uint8)
+
 
 class Product(Packed):
     """``x @ w.T + bias`` for one packed ``w`` [N, K]."""
@@ -162,9 +218,7 @@ class Product(Packed):
             fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
         if not fits:
             raise native.misfit(f"no product with {outputs} packed rows of {self._inputs}", x, bias, out)
-        narrow = None
-        if self._weight.dtype == INT8:
-            narrow = torch.empty(rows * narrow_row_bytes(inputs), dtype=torch.uint8)
+        narrow = self._narrow(rows)
         self._compute(
             x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
             None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
@@ -197,26 +251,35 @@ class BatchedProduct(Packed):
         return out
 
 
-def int8_product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def int8_product(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, columns: int = INT8_COLUMNS
+) -> Tensor:
     """Return ``x`` [M, K] times an int8 ``weight`` [N, K] in torch's operations; ``scales`` [N, blocks].
 
-    Rows of ``x`` become whole numbers of 16 bits, sums over a block of inputs are exact, and those over
-    blocks float32.
+    Blocks of a row of ``x`` become whole numbers up to 127 times a scale. Sums over a block of inputs are
+    exact, and those over blocks float32.
     """
-    wide = x.float()
-    largest = wide.abs().amax(dim=1, keepdim=True)
-    factors = torch.where(largest < _TINY, 0.0, largest.new_tensor(_MOST) / largest)
-    steps = torch.where(largest < _TINY, 0.0, largest * (1.0 / _MOST)) + (wide * 0.0).sum(1, keepdim=True)
-    numbers, sums = (wide * factors).round().double(), wide.new_zeros((len(x), len(weight)))
-    for block, columns in enumerate(numbers.split(INT8_COLUMNS, dim=1)):
-        of_block = weight[:, block * INT8_COLUMNS :][:, : columns.shape[1]].double()
-        sums += (columns @ of_block.t()).float() * scales[:, block]
-    sums *= steps
+    sums = x.new_zeros((len(x), len(weight)), dtype=torch.float32)
+    for block, values in enumerate(x.float().split(columns, dim=1)):
+        largest = values.abs().amax(dim=1, keepdim=True)
+        tiny = largest < _TINY
+        factors = torch.where(tiny, 0.0, largest.new_tensor(_MOST) / largest)  # not by the reciprocal
+        numbers = (values * factors).round()
+        steps = torch.where(tiny, 0.0, largest * (1.0 / _MOST)) + (values * 0.0).sum(1, keepdim=True)
+        of_weight = weight[:, block * columns :][:, :columns].double()
+        sums += (numbers.double() @ of_weight.t()).float() * steps * scales[:, block]
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
-def address(scales: Scales | None) -> tuple[int | None, int]:
-    return (None, 0) if scales is None else (scales.lines.data_ptr(), scales.columns)
+def address(scales: Scales | None) -> tuple[int | None, int, int | None]:
+    """Return the addresses of scales and of the codes' numbers, the columns of a block between them."""
+    if scales is None:
+        return None, 0, None
+    return scales.lines.data_ptr(), scales.columns, numbers_address(scales.codes)
+
+
+def numbers_address(codes: Codes | None) -> int | None:
+    return None if codes is None else codes.numbers.data_ptr()
 
 
 def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
@@ -275,10 +338,11 @@ def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
 
 def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     """Read rows ``ids`` (int64 [n]) of the packed weight into ``out``; IndexError beyond (padded) storage."""
-    if ids.dtype != torch.int64 or ids.shape != out.shape[:1] or not ids.is_contiguous():
+    fits = ids.dtype == torch.int64 and ids.shape == out.shape[:1]
+    if not (fits and ids.is_contiguous() and out.is_contiguous()):
         raise native.misfit("ids do not fit", ids, out)
-    packed, target, stride, _, count, words, threads = _walk(weight, out, 0, indexed=True)
-    if not _gather(packed, ids.data_ptr(), target, stride, count, weight.shape[0], words, threads):
+    packed, target, _, _, count, words, threads = _walk(weight, out, 0, indexed=True)
+    if not _gather(packed, ids.data_ptr(), target, count, weight.shape[0], words, threads):
         raise IndexError(f"row ids beyond [0, {weight.shape[0]})")
     return out
 

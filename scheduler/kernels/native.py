@@ -42,7 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 19
+_ABI = 28
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -60,11 +60,31 @@ class LayerForm(ctypes.Structure):
     """``LayerForm`` of ``cpu/operations.h``; structures' sizes are compared when the library is loaded."""
 
     _fields_ = [
-        *_all(SIZE, "intermediate bend window"),
+        *_all(SIZE, "intermediate bend window has_states"),
         *_all(SIZE, "experts top_k expert_size expert_bend normalize record_row record_bytes"),
         *_all(SIZE, "first_expert held_experts"),
         *_all(SIZE, "groups top_groups sigmoid best_two"),
         *_all(FLOAT, "route_scale scale softcap reserved"),
+    ]
+
+
+class DeltaArguments(ctypes.Structure):
+    """``DeltaArguments`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        *_all(POINTER, "places segments chains"),
+        *_all(SIZE, "num_chains width key_heads group key_size value_size kernel"),
+    ]
+
+
+class Sampling(ctypes.Structure):
+    """``Sampling`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        ("logits", POINTER),
+        *_all(SIZE, "stride rows vocabulary"),
+        *_all(POINTER, "temperature greedy uniforms tokens logprobs raw_logprobs sampled_logprobs"),
+        *_all(POINTER, "top_k top_p min_p last_kept given workspace"),
     ]
 
 
@@ -73,9 +93,11 @@ class DecoderStep(ctypes.Structure):
 
     _fields_ = [
         *_all(SIZE, "tokens hidden heads kv_heads head_size rotated from_one"),
-        *_all(SIZE, "scale_columns"),
+        *_all(SIZE, "scale_columns head_gates"),
         *_all(SIZE, "latent q_rank nope value_size interleaved parts"),
-        *_all(POINTER, "residual update x qkv attended gate_up gated narrow"),
+        *_all(POINTER, "token_ids embeddings"),
+        *_all(SIZE, "embeddings_packed vocabulary"),
+        *_all(POINTER, "residual update x qkv attended gate_up gated narrow numbers"),
         *_all(POINTER, "q q_up queries values"),
         *_all(POINTER, "logits ids weights pair_tokens places hit starts next count"),
         *_all(POINTER, "rows expert_gate_up expert_gated gates"),
@@ -84,8 +106,10 @@ class DecoderStep(ctypes.Structure):
         *_all(SIZE, "pages_row window_pages_row"),
         *(("tasks", POINTER), ("num_tasks", SIZE)),
         *(("sampled", POINTER), ("num_sampled", SIZE), ("last_norm", POINTER), ("out", POINTER)),
+        *_all(POINTER, "head head_scales sampling"),
         *(("scratch", POINTER), ("thread_floats", SIZE)),
         *_all(FLOAT, "eps head_eps scale reserved"),
+        ("delta", DeltaArguments),
         ("ranks", POINTER),
         *_all(SIZE, "adapter_rank adapter_rows adapter_count"),
         *_all(POINTER, "adapter_tokens adapter_slots adapter_starts"),
@@ -93,7 +117,7 @@ class DecoderStep(ctypes.Structure):
     ]
 
 
-LAYER_POINTERS = 47
+LAYER_POINTERS = 51
 """Pointers of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
 
 
@@ -116,6 +140,7 @@ def _library() -> ctypes.CDLL | str:
     sizes = {
         "decoder step": ctypes.sizeof(DecoderStep),
         "layer form": ctypes.sizeof(LayerForm),
+        "sampling": ctypes.sizeof(Sampling),
         "layer tensors": LAYER_POINTERS * ctypes.sizeof(POINTER),
     }
     for name, ours in sizes.items():

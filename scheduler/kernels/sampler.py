@@ -1,5 +1,6 @@
 """Sampling, filtered or not, in one compiled call; the definitions are those of ``execution/sampler.py``."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -7,10 +8,9 @@ from torch import Tensor
 
 from ..memory.workspace import Workspace
 from . import native
-from .native import INT, POINTER, SIZE
+from .native import INT, POINTER, SIZE, Sampling
 
-_SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 12, INT)
-_SAMPLE_GIVEN = native.by_dtype("caesura_sample_given", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 13, INT)
+_SAMPLE = native.by_dtype("caesura_sample", POINTER, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
@@ -21,7 +21,11 @@ class RowSampler:
         self._vocab_size = vocab_size
         self._workspace = Workspace()
 
-    def sample(
+    @staticmethod
+    def sample(arguments: Sampling, dtype: torch.dtype) -> None:
+        _SAMPLE[dtype](ctypes.byref(arguments), torch.get_num_threads())
+
+    def arguments(
         self,
         logits: Tensor,
         temperature: Tensor | None,
@@ -37,8 +41,10 @@ class RowSampler:
         min_p: Tensor | None = None,
         last_kept: Tensor | None = None,
         given: Tensor | None = None,
-    ) -> None:
-        """Sample every row of ``logits`` into the last four positional arguments, and into ``last_kept``.
+    ) -> Sampling:
+        """Return what samples ``logits`` into the last four positional arguments, and into ``last_kept``.
+
+        It holds addresses, not the tensors, and serves until the workspace is taken for more threads.
 
         Args:
             logits: [S, V] of :data:`~.native.FLOATS`, columns contiguous.
@@ -67,17 +73,17 @@ class RowSampler:
             (top_p, torch.float32),
             (min_p, torch.float32),
             (last_kept, torch.int64),
-            *(() if given is None else ((given, torch.int64),)),
+            (given, torch.int64),
         )
         self._check(logits, per_row)
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
             raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
-        threads = torch.get_num_threads()
         # What no row needs of it is address space, not memory.
-        memory = self._workspace.take("rows", (threads, _workspace_size(self._vocab_size)), torch.float64)
-        (_SAMPLE if given is None else _SAMPLE_GIVEN)[logits.dtype](
+        size = torch.get_num_threads(), _workspace_size(self._vocab_size)
+        memory = self._workspace.take("rows", size, torch.float64)
+        return Sampling(
             logits.data_ptr(), logits.stride(0), logits.shape[0], self._vocab_size,
-            *(None if t is None else t.data_ptr() for t, _ in per_row), memory.data_ptr(), threads,
+            *(None if t is None else t.data_ptr() for t, _ in per_row), memory.data_ptr(),
         )  # fmt: skip
 
     def _check(self, logits: Tensor, per_row: Sequence[tuple[Tensor | None, torch.dtype]]) -> None:

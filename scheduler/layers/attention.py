@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend
+from ..kernels import TORCH, TRITON, best
 from ..kernels.attention_form import PLAIN, AttentionForm, HeadNorms
+from ..kernels.elementwise import gate_heads
 from .fp8_products import Quantizer, Rows
 from .linear import Linear
 from .norm import RMSNorm, normalize
@@ -60,6 +62,7 @@ class Attention(CompositeLayer):
             form = replace(form, sinks=self._sinks.data)
         self.form, self._prefix = form, prefix
         self._layer = layer
+        self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
         kv_rows = kv_heads.times(shape.head_dim)
         parts = {
             f"{prefix}.q_proj": heads.times(2 * shape.head_dim if shape.gated else shape.head_dim),
@@ -122,15 +125,18 @@ class Attention(CompositeLayer):
         return self._out(backend.forward(q, k, v, self._layer, self.form), gate)
 
     def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values as without gates, and gates [T, query heads * head size]."""
+        """Return queries, keys and values as without gates, and gates [T, query heads, head size]."""
         heads, size = self.shape.num_heads, self.shape.head_dim
         queries, rest = projected[:, : 2 * heads * size], projected[:, 2 * heads * size :]
         queries = queries.view(-1, heads, 2, size)
-        return torch.cat((queries[:, :, 0].flatten(1), rest), dim=1), queries[:, :, 1].flatten(1)
+        return torch.cat((queries[:, :, 0].flatten(1), rest), dim=1), queries[:, :, 1]
 
     def _out(self, attended: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
-            attended = attended * torch.sigmoid(gate)
+            if self._compiled:
+                attended = gate_heads(attended.contiguous(), gate)
+            else:
+                attended = attended * torch.sigmoid(gate.flatten(1))
         out = self.o.forward(attended)
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)

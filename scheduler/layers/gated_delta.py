@@ -19,7 +19,7 @@ from ..cache.pool import StateShape
 from ..execution.forward import AttentionBackend
 from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
 from .fp8_products import Rows
-from .linear import Linear
+from .linear import Linear, PackedTensors
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .sharding import Window, even, sharded, stacked
@@ -51,7 +51,7 @@ class GatedDelta(CompositeLayer):
         self._heads = heads = _Heads.of(shape.state, place)
         self._state = state = heads.state
         self._places = places_of(state, by_key_head=shape.by_key_head)
-        self._kernel = delta_for(place.device, place.dtype, state, self._places)
+        self.kernel = delta_for(place.device, place.dtype, state, self._places)
         self._in = [
             Linear(f"{name}.in{number or ''}", shape.hidden_size, parts, place=place)
             for number, parts in enumerate(heads.projections(prefix, shape, place))
@@ -65,6 +65,8 @@ class GatedDelta(CompositeLayer):
         self._norm = RMSNorm(f"{name}.norm", f"{prefix}.norm", state.value_size, shape.eps, place=place)
         filters = (state.channels, 1, state.kernel)
         self._filters = Parameter(f"{name}.conv.weight", filters, place.dtype, place.device)
+        taps = (state.kernel, state.channels)
+        self._taps = Parameter(f"{name}.conv.taps", taps, place.dtype, place.device) if self.kernel else None
         self._log_rate, self._rate_bias = (
             Parameter(f"{name}.{each}", (state.value_heads,), place.dtype, place.device)
             for each in ("log_rate", "rate_bias")
@@ -80,18 +82,18 @@ class GatedDelta(CompositeLayer):
         )
         parts = [product.forward(x) for product in self._in]
         projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        compute = self._by_torch if self._kernel is None else self._compiled
+        compute = self._by_torch if self.kernel is None else self._compiled
         out = self._out.forward(compute(projected, backend))
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)
         return out
 
     def _compiled(self, projected: Tensor, backend: HybridBackend) -> Tensor:
-        kernel, state = self._kernel, self._state
-        assert kernel is not None
+        kernel, state = self.kernel, self._state
+        assert kernel is not None and self._taps is not None
         out = projected.new_empty((projected.shape[0], state.value_heads * state.value_size))
         weights = DeltaWeights(
-            filters=self._filters.data,
+            filters=self._taps.data,
             log_rate=self._log_rate.data,
             rate_bias=self._rate_bias.data,
             norm=self._norm.weight,
@@ -133,6 +135,16 @@ class GatedDelta(CompositeLayer):
         gate = of(places.gate, group * state.value_size).view(projected.shape[0], -1, state.value_size)
         return mixed, gate, of(places.b, group), of(places.a, group)
 
+    @property
+    def packed(self) -> PackedTensors | None:
+        """Return the weights for the fused decoder kernel, or None if they are stored otherwise."""
+        first, o = self._in[0].packed_as("qkv", bias=True), self._out.packed_as("o", bias=True)
+        if first is None or o is None or len(self._in) > 1 or self._taps is None:
+            return None
+        rates: PackedTensors = {"log_rate": self._log_rate.data, "rate_bias": self._rate_bias.data}
+        others: PackedTensors = {"filters": self._taps.data, "delta_norm": self._norm.weight}
+        return first | o | rates | others | {"q_norm": None, "k_norm": None}
+
     def parts(self) -> Iterator[Layer]:
         yield from self._in
         yield self._out
@@ -147,6 +159,15 @@ class GatedDelta(CompositeLayer):
     def parameters(self) -> Iterator[Parameter]:
         yield from super().parameters()
         yield from (self._filters, self._log_rate, self._rate_bias)
+
+    def finalize(self) -> None:
+        """Turn the filters into the kernel's order: channels lie beside each other."""
+        if self._taps is not None:
+            self._taps.data.copy_(self._filters.data.squeeze(1).t())
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        if self._taps is not None:
+            yield self._taps.name, self._taps.data
 
 
 @dataclass(frozen=True)

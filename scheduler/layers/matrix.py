@@ -4,8 +4,9 @@ Invariants:
 - A matrix is packed if compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks.
 - Packed storage is written through its slots only, row by row and in place, without a second copy.
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
-- An FP8 or int8 weight is packed as bytes, made wider in registers (``kernels/linear.py``), with a block's
-  scale for each of its outputs. Slots speak the checkpoint's layout. (Unpackable: ``scaled_blocks.py``.)
+- A quantised weight is packed as bytes, or as codes of four bits, made wider in registers
+  (``kernels/linear.py``), with a block's scale for each of its outputs. Slots speak the checkpoint's layout.
+  (Unpackable: ``scaled_blocks.py``.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +20,26 @@ from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import Scales
 from .parameters import Parameter, Place, Placement, PlainSlot, ScaleBlocks, WeightSlot
-from .scaled_blocks import ScaledMatrix, ScaledSlot
+from .scaled_blocks import EncodedScales, Originals, ScaledMatrix, ScaledSlot
 
 
 class PackedSlot(WeightSlot):
     """Rows of a packed matrix as a checkpoint tensor [rows, in]."""
 
-    __slots__ = ("_start", "_storage")
+    __slots__ = ("_codes", "_start", "_storage")
 
     def __init__(
-        self, name: str, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]
+        self,
+        name: str,
+        parameter: str,
+        storage: Tensor,
+        start: int,
+        shape: tuple[int, int],
+        codes: kernel.Codes | None = None,
     ) -> None:
-        super().__init__(name, parameter, shape, storage.dtype)
-        self._storage = storage
+        """``codes``: the rows are int8, and stored as these."""
+        super().__init__(name, parameter, shape, storage.dtype if codes is None else kernel.INT8)
+        self._storage, self._codes = storage, codes
         self._start = start
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
@@ -44,22 +52,29 @@ class PackedSlot(WeightSlot):
         kernel.pack_rows(self._storage, self._cast(rows), self._start + start)
 
     def copy_of(self, rows: Tensor, start: int) -> Copy | None:
-        return kernel.packing(self._storage, rows, self._start + start) if self.takes_as_is(rows) else None
+        if self._codes is not None or not self.takes_as_is(rows):
+            return None
+        return kernel.packing(self._storage, rows, self._start + start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
         return not kernel.equal_rows(self._storage, self._cast(rows), self._start + start)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         rows = len(range(*slice(start, stop).indices(self.shape[0])))
-        out = torch.empty((rows, self.shape[1]), dtype=self.dtype)
-        return kernel.unpack_rows(self._storage, self._start + start, out)
+        width = self.shape[1] if self._codes is None else self.shape[1] // 2
+        out = torch.empty((rows, width), dtype=self._storage.dtype)
+        kernel.unpack_rows(self._storage, self._start + start, out)
+        return out if self._codes is None else self._codes.decode(out)
 
     def places(self, positions: Tensor) -> Iterator[Place]:
+        if self._codes is not None:
+            yield from super().places(positions)
         places = kernel.places(self._storage, self._start, self.shape[1], positions)
-        yield self._storage.view(-1), places, None
+        yield Place(self._storage.view(-1), places, None)
 
     def _cast(self, rows: Tensor) -> Tensor:
-        return rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
+        rows = rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
+        return rows if self._codes is None else self._codes.encode(rows)
 
 
 class ScalesSlot(WeightSlot):
@@ -74,7 +89,9 @@ class ScalesSlot(WeightSlot):
 
     def write(self, rows: Tensor, start: int) -> None:
         outputs = self._lines[:, start * self._height :][:, : len(rows) * self._height]
-        values = rows.to(self.dtype).t().repeat_interleave(self._height, dim=1)
+        values = rows.to(self.dtype).t()
+        if self._height > 1:
+            values = values.repeat_interleave(self._height, dim=1)
         outputs.copy_(values[:, : outputs.shape[1]])  # the last block may be smaller
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -90,13 +107,14 @@ class ScalesSlot(WeightSlot):
         storage = self._lines.as_strided(((blocks - 1) * line + outputs,), (1,))
         for output in range(self._height):  # one scale has a place for each
             chosen = (rows * self._height + output < outputs).nonzero().squeeze(1)
-            yield storage, first[chosen] + output, chosen
+            yield Place(storage, first[chosen] + output, chosen)
 
 
 def packs(in_features: int, place: Placement, blocks: ScaleBlocks | None = None) -> bool:
     """Return True if compiled kernels multiply by rows of ``in_features``, with scales if they are given."""
     if blocks is not None and not (
-        place.device.type == "cpu" and kernel.scalable(in_features, blocks.columns, blocks.dtype)
+        place.device.type == "cpu"
+        and kernel.scalable(in_features, blocks.columns, blocks.dtype, blocks.codes)
     ):
         return False
     return best("linear", place.device, place.dtype) != TORCH and kernel.packable(in_features, place.dtype)
@@ -116,22 +134,26 @@ class Stored:
         blocks: ScaleBlocks | None = None,
         count: int | None = None,
     ) -> None:
-        """``blocks``: blocks of weights that are packed in FP8 or int8."""
+        """``blocks``: blocks of weights that are packed in FP8, int8 or codes."""
         self._shape, self._place, self._blocks = (out_features, in_features), place, blocks
         self._height = out_features
-        dtype = place.dtype if blocks is None else blocks.dtype
+        dtype, codes = (place.dtype, None) if blocks is None else (blocks.dtype, blocks.codes)
         shape: tuple[int, ...] = self._shape if count is None else (count, *self._shape)
         self._is_packed = packed
         if packed:
-            self._height, columns = kernel.storage_shape(out_features, in_features, dtype)
+            self._height, columns = kernel.storage_shape(out_features, in_features, dtype, codes)
             shape = (count or 1) * self._height, columns
+            dtype = dtype if codes is None else torch.uint8
         self.parameter = Parameter(name, shape, dtype, place.device)
         self._scales: Scales | None = None
         if blocks is not None:
             self._grid, padded = kernel.scales_shape(out_features, in_features, blocks.columns)
             lines = (count or 1) * self._grid, padded
             self._lines = Parameter(f"{name}_scale_inv", lines, torch.float32, place.device)
-            self._scales = Scales(self._lines.data, blocks.columns, blocks.dtype)
+            self._scales = Scales(self._lines.data, blocks.columns, blocks.dtype, codes)
+            self._originals: Originals | None = None
+            if blocks.keeps_originals:
+                self._originals = Originals(name, (count or 1) * out_features, in_features, place)
 
     @property
     def packed(self) -> Tensor | None:
@@ -140,7 +162,7 @@ class Stored:
 
     @property
     def scales(self) -> Tensor | None:
-        """Scales of a packed FP8 or int8 weight, else None."""
+        """Scales of a packed weight that is quantised, else None."""
         return None if self._blocks is None else self._lines.data
 
     def slot(
@@ -150,7 +172,8 @@ class Stored:
         length = self._shape[0] - start if length is None else length
         first, data, inputs = number * self._height + start, self.parameter.data, self._shape[1]
         if self._is_packed:
-            return PackedSlot(checkpoint_name, self.parameter.name, data, first, (length, inputs))
+            codes = None if self._blocks is None else self._blocks.codes
+            return PackedSlot(checkpoint_name, self.parameter.name, data, first, (length, inputs), codes)
         return PlainSlot(checkpoint_name, self.parameter.name, data.view(-1, inputs).narrow(0, first, length))
 
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
@@ -161,19 +184,31 @@ class Stored:
             return
         lines = self._lines.data.narrow(0, number * self._grid, self._grid).narrow(1, start, length)
         scales = ScalesSlot(f"{module}.weight_scale_inv", self._lines.name, lines, self._blocks.rows)
-        yield ScaledSlot(weight, scales, self._blocks, self._place)
-        yield scales
+        packed = weight
+        if self._blocks.codes is not None:
+            first, data, shape = (
+                number * self._height + start,
+                self.parameter.data,
+                (length, self._shape[1] // 2),
+            )
+            packed = PackedSlot(weight.name, weight.parameter, data, first, shape)
+        row = number * self._shape[0] + start
+        kept = self._originals
+        yield ScaledSlot(weight, scales, self._blocks, self._place, packed=packed, kept=kept, first=row)
+        yield scales if kept is None else EncodedScales(scales, kept, row)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self.parameter
         if self._blocks is not None:
             yield self._lines
+            if self._originals is not None:
+                yield self._originals
 
 
 def scaled_matrix(
     name: str, part_rows: Sequence[int], in_features: int, blocks: ScaleBlocks, place: Placement
 ) -> "Matrix | ScaledMatrix":
-    """Return a weight in FP8 or int8, stacked from parts of ``part_rows``, packed if it can be."""
+    """Return a quantised weight, stacked from parts of ``part_rows``, packed if it can be."""
     if any(part_rows) and packs(in_features, place, blocks):
         return Matrix(name, sum(part_rows), in_features, place, blocks=blocks)
     return ScaledMatrix(name, part_rows, in_features, blocks, place)

@@ -45,7 +45,8 @@ class GatedMLP(CompositeLayer):
         """Refuse ranks that do not divide the width, whose name in the config is ``field``.
 
         If it is quantised, ranks have whole blocks of it, and those without a block hold and add nothing.
-        ``partial``: the caller sums over the ranks, each of which has a part of the width.
+        ``partial``: the caller sums over the ranks, each of which has a part of the width, and has gathered
+        rows that ranks have of their own.
         """
         self.bend = bend
         piece = _piece(prefix, place)
@@ -58,6 +59,7 @@ class GatedMLP(CompositeLayer):
         if self.is_empty:
             inputs, outputs = Window.whole(intermediate_size), Window(0, 0, hidden_size)
         self._summing = None if partial or place.parallel.size == 1 else place.parallel
+        self._rows = None if partial else place.rank_rows
         self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}
         self.gate_up = Linear(f"{name}.gate_up", hidden_size, gate_up, place=place, first_rank=first)
@@ -67,10 +69,15 @@ class GatedMLP(CompositeLayer):
 
     @property
     def quantizer(self) -> Quantizer | None:
-        return None if self.is_empty else self.gate_up.quantizer
+        return None if self.is_empty or self._rows is not None else self.gate_up.quantizer
 
     def forward(self, x: Rows) -> Tensor:
+        if self._rows is not None:
+            assert isinstance(x, Tensor), "it asks for no quantised rows"
+            x = self._rows.gather(x)
         out = torch.zeros_like(x) if self.is_empty and isinstance(x, Tensor) else self._product(x)
+        if self._rows is not None:
+            return self._rows.reduce_scatter(out)
         if self._summing is not None:
             self._summing.all_reduce(out)
         return out

@@ -1,7 +1,11 @@
 """Feed-forward block of a layer with experts: a router, routed experts, and shared experts.
 
-Invariants: a router records its choice before it is used, for those who replay the routing. Every rank routes
-every token, alike; results of routed and shared experts are summed over ranks at once.
+Invariants:
+- A router records its choice before it is used, for those who replay the routing; every rank has the choices
+  of all tokens.
+- Every rank routes every token that it has, alike; results of routed and shared experts are summed over ranks
+  at once. Where rows go to the ranks of their experts (``Placement.sends_rows``), each rank routes its own
+  tokens, and has the shared experts whole, for these.
 """
 
 from collections.abc import Iterator
@@ -14,12 +18,14 @@ from torch.nn import functional
 from ..kernels import TORCH, TRITON, best, elementwise, triton_for
 from ..kernels import experts as kernel
 from ..kernels.decoder_layers import NO_GROUPS, GroupRouting
+from ..memory import moves
 from .experts import Experts
 from .fp8_products import Quantizer, Rows
 from .linear import Linear, PackedTensors
 from .matrix import Matrix
 from .mlp import GatedMLP
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
+from .rank_rows import RankRows
 
 
 class Router:
@@ -163,6 +169,7 @@ class RoutedExperts:
         return self._rows[:num_tokens]
 
     def _allocate(self, tokens: int) -> Tensor:
+        moves.count += 1
         return torch.zeros((tokens, self.num_layers, self.top_k), dtype=self.dtype, device=self._device)
 
 
@@ -217,8 +224,9 @@ class MoeBlock(CompositeLayer):
         shared: FeedForward | None = None,
         place: Placement,
     ) -> None:
-        """Record the choice in ``routing`` as ``layer``'s; ``shared`` has this rank's width."""
-        self._parallel = place.parallel
+        """Record the choice in ``routing`` as ``layer``'s; ``shared`` has this rank's width, or is whole."""
+        self._parallel, self._rows = place.parallel, place.rank_rows
+        self._sends, self._ranks_of_group = place.sends_rows(router.top_k), place.parallel.size // place.ep
         self._layer = layer
         self.router, self.experts, self.shared = router, experts, shared
         self._routing = routing
@@ -227,12 +235,42 @@ class MoeBlock(CompositeLayer):
 
     def forward(self, x: Rows) -> Tensor:
         assert isinstance(x, Tensor), "it asks for no quantised rows"
-        ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
-        shared = None if self.shared is None else self.shared.forward(x)
-        out = self.experts.forward(x, ids, weights, shared)
-        if self._parallel.size > 1:
-            self._parallel.all_reduce(out)
-        return out
+        rows = self._rows
+        if rows is None:
+            out = self._sum(x, self.shared)
+            if self._parallel.size > 1:
+                self._parallel.all_reduce(out)
+            return out
+        if not self._sends:
+            return rows.reduce_scatter(self._sum(rows.gather(x), self.shared))
+        if rows.may_exchange:
+            out = self._exchanged(x, rows)
+        else:
+            out = rows.reduce_scatter(self._sum(rows.gather(x), None))
+        return out if self.shared is None or not len(x) else out.add_(self.shared.forward(x))
+
+    def _sum(self, x: Tensor, shared: FeedForward | None) -> Tensor:
+        ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, len(x)))
+        return self.experts.forward(x, ids, weights, None if shared is None else shared.forward(x))
+
+    def _exchanged(self, x: Tensor, rows: RankRows) -> Tensor:
+        """Return the results of routed experts for own rows ``x``, which go to these experts' ranks."""
+        k, ranks = self.router.top_k, self._ranks_of_group
+        record = self._routing.of_layer(self._layer, sum(rows.counts))
+        chosen = torch.empty((len(x), 2 * k), dtype=torch.float32, device=x.device)  # exact for ids, too
+        if len(x):
+            chosen[:, :k], chosen[:, k:] = self.router.forward(x, rows.part(record))
+        chosen = rows.gather(chosen)
+        ids, weights = chosen[:, :k].long(), chosen[:, k:]
+        record.copy_(ids)
+        groups = torch.zeros((len(ids), self._parallel.size // ranks), dtype=torch.bool, device=x.device)
+        goes = groups.scatter_(1, ids // len(self.experts.held), True).repeat_interleave(ranks, 1)
+        exchange = rows.exchange(goes)
+        received = exchange.send(x)
+        here = goes[:, self._parallel.rank].nonzero_static(size=len(received)).squeeze(1)
+        if len(received):
+            received = self.experts.forward(received, ids[here], weights[here])
+        return exchange.sums(received, len(x))
 
     def parts(self) -> Iterator[Layer]:
         yield self.router

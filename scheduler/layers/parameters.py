@@ -14,58 +14,93 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...transfer.weight_digest import Copy
+from ..kernels.linear import INT8_COLUMNS, Codes
 from ..memory import residency
 from ..memory.offload import OffloadableComponent
 from ..memory.workspace import ALIGNMENT, Workspace
 from ..parallel.group import SINGLE, TensorParallel
 
 if TYPE_CHECKING:
-    from .attention_rows import AttentionRows
     from .lora import AdapterSlots
+    from .rank_rows import RankRows
 
 _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
 CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
-Place = tuple[Tensor, Tensor, Tensor | None]
-"""Flat storage, the places of some elements in it, and which elements these are: None means all, in order."""
+Written = tuple[Tensor, Tensor, Tensor]
+"""Flat storage, places in it, and the values that come there."""
+
+
+class Place(NamedTuple):
+    """Location of some elements of a tensor."""
+
+    storage: Tensor
+    """Flat storage."""
+    places: Tensor
+    """Places of the elements in it."""
+    which: Tensor | None
+    """Numbers of these elements, or None if they are all, in order."""
+    follows: "Callable[[Tensor], Iterator[Written]] | None" = None
+    """Returns what else changes, given the elements' values: whole rows of blocks of a quantised weight."""
+
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleBlocks:
-    """Weights stored as float8_e4m3fn or int8, one float32 scale per block (``scaled_blocks.py``)."""
+    """Weights stored as float8_e4m3fn, int8 or codes, a float32 scale per block (``scaled_blocks.py``)."""
 
     rows: int = 128
     columns: int = 128
     skipped: frozenset[str] = field(default=frozenset(), compare=False)
-    """Modules that keep the model's dtype, and those below. Not compared: checkpoints of one model differ."""
+    """Modules that keep the model's dtype, and those below, by whole components of their names. Not compared:
+    checkpoints of one model differ."""
     dtype: torch.dtype = torch.float8_e4m3fn
+    codes: Codes | None = None
+    """Codes of four bits that int8 elements are stored as where they are packed."""
+    keeps_originals: bool = field(default=False, compare=False)
+    """True: the values that weights are quantised of are kept, too, in the dtype of the placement."""
+
+    @property
+    def of_head(self) -> "ScaleBlocks":
+        """Blocks of the output head: int8 where others have four bits, which would double the error."""
+        return self if self.codes is None else replace(self, columns=INT8_COLUMNS, codes=None)
 
     def converts(self, module: str) -> bool:
-        ends, starts = _not_converted(self.skipped | _NEVER_CONVERTED[self.dtype])
-        return not (module.endswith(ends) or module.startswith(starts))
+        return not is_within(module, self.skipped | _NEVER_CONVERTED[self.dtype])
 
 
 _NEVER_CONVERTED: dict[torch.dtype, frozenset[str]] = {  # FP8: output head, routers: in no format in use
     torch.float8_e4m3fn: frozenset({"lm_head", "mlp.gate", "block_sparse_moe.gate"}),
-    torch.int8: frozenset(),
+    # kv_b_proj is absorbed into what attends, in the model's dtype: quantised it would only take more memory.
+    torch.int8: frozenset(
+        {"mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate", "self_attn.kv_b_proj"}
+    ),
 }
 
 
+def is_within(module: str, names: frozenset[str]) -> bool:
+    """Return True if ``module`` is below a module of these names, or its own name ends with one of them.
+
+    Components between dots count as a whole: ``proj`` is no end of ``mlp.up_proj``.
+    """
+    ends, starts = _dotted(names)
+    return f".{module}".endswith(ends) or module.startswith(starts)
+
+
 @cache
-def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = tuple(skipped)
-    return names, tuple(f"{name}." for name in names)
+def _dotted(names: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(f".{name}" for name in names), tuple(f"{name}." for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +117,21 @@ class Placement:
     """Groups of ranks; each holds whole experts of its own, whose width its ranks divide."""
     adapters: "AdapterSlots | None" = field(default=None, compare=False, repr=False)
     """Slots for adapters of the products, or None if the model serves none."""
-    attention_rows: "AttentionRows | None" = field(default=None, compare=False, repr=False)
-    """Rows of data-parallel attention, or None if attention is divided by heads."""
+    rank_rows: "RankRows | None" = field(default=None, compare=False, repr=False)
+    """Rows of data-parallel attention, or None if every rank has all rows."""
 
     @property
-    def of_attention(self) -> "Placement":
-        """Return the place of attention's weights: with data-parallel attention every rank has them whole."""
-        return self if self.attention_rows is None else replace(self, parallel=SINGLE)
+    def of_own_rows(self) -> "Placement":
+        """Return the place of attention's weights: ranks that have rows of their own have them whole."""
+        return self if self.rank_rows is None else replace(self, parallel=SINGLE)
+
+    def sends_rows(self, top_k: int) -> bool:
+        """Return True if rows go to the ranks of their experts: to fewer than all others, wherever these are.
+
+        A row of a token goes to all ranks of a group that has one of its ``top_k`` experts.
+        """
+        ranks = self.parallel.size
+        return self.rank_rows is not None and top_k * (ranks // self.ep) < ranks - 1
 
 
 class TensorSlot(ABC):
@@ -126,6 +169,15 @@ class TensorSlot(ABC):
     def fills(self, dtype: torch.dtype) -> str | None:
         """Return the name of another tensor that writing this one in ``dtype`` writes, too, or None."""
         return None
+
+    @property
+    def original_dtype(self) -> torch.dtype | None:
+        """Dtype of the values that are kept of a tensor that is quantised on writing, or None."""
+        return None
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which values that come in ``dtype`` are stored, or kept before quantising."""
+        return self.dtype if self.fills(dtype) is None else self.original_dtype or dtype
 
     def copy_of(self, rows: Tensor, start: int) -> Copy | None:
         """Return what a write of ``rows`` does, if it copies whole words on the CPU, or None."""
@@ -282,7 +334,7 @@ class PlainSlot(WeightSlot):
         return self._rows[start:stop] if self.shape else self._rows
 
     def places(self, positions: Tensor) -> Iterator[Place]:
-        yield self._rows.view(-1), positions, None
+        yield Place(self._rows.view(-1), positions, None)
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
         if rows.shape == self.shape:  # all of it

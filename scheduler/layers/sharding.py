@@ -124,12 +124,12 @@ def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) ->
 
 
 def require_borders(module: str, field: str, window: Window, block: int) -> None:
-    """Refuse windows whose borders cut a block of an FP8 weight (UNSUPPORTED_MODEL)."""
+    """Refuse windows whose borders cut a block of a quantised weight (UNSUPPORTED_MODEL)."""
     if not window.fits_blocks(block):
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
             f"{module} cannot be divided: {field} [{window.start}, {window.stop}) of {window.total} cut its "
-            f"FP8 blocks of {block}",
+            f"blocks of {block}",
             fields=["quantization_config.weight_block_size"],
         )
 
@@ -184,6 +184,10 @@ class ShardedSlot(DelegatingSlot):
     def fills(self, dtype: torch.dtype) -> str | None:
         return self._inner.fills(dtype)
 
+    @property
+    def original_dtype(self) -> torch.dtype | None:
+        return self._inner.original_dtype
+
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         first, last = (self._held_before(row) for row in slice(start, stop).indices(self.shape[0])[:2])
         return self._inner.read(first, max(first, last))
@@ -219,8 +223,8 @@ class ShardedSlot(DelegatingSlot):
 
 def among(chosen: Tensor, places: Iterator[Place]) -> Iterator[Place]:
     """Yield ``places`` of ``chosen`` elements as those of all."""
-    for storage, place, which in places:
-        yield storage, place, chosen if which is None else chosen[which]
+    for place in places:
+        yield place._replace(which=chosen if place.which is None else chosen[place.which])
 
 
 def parts_with(positions: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:

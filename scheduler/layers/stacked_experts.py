@@ -157,7 +157,7 @@ class StackedBiasSlot(WeightSlot):
         own = columns // self._count - self._held.start
         chosen = ((own >= 0) & (own < self._held.length)).nonzero().squeeze(1)
         places = rows * self._storage.shape[1] + columns % self._count * self._held.length + own
-        yield self._storage.view(-1), places[chosen], chosen
+        yield Place(self._storage.view(-1), places[chosen], chosen)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
         held = slice(self._held.start, self._held.stop)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import MemoryTag
+from . import moves
 from .host import resident_bytes
 
 _RELEASE_CHUNK = 256 << 20
@@ -101,6 +102,7 @@ class StorageComponent(Component):
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def release(self) -> Iterator[None]:
+        moves.count += 1
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
             yield

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from . import moves
+
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register. torch's allocator promises as much for the CPU."""
 
@@ -31,6 +33,7 @@ class Workspace:
             # Freed first, so that the peak is the larger of the two and not their sum.
             self._taken.pop(purpose, None)
             del memory, view
+            moves.count += 1
             with torch.inference_mode(False):  # steps and updates use it, and only steps are in that mode
                 memory = torch.empty(count, dtype=dtype, device=device)
             assert memory.device.type != "cpu" or memory.data_ptr() % ALIGNMENT == 0, purpose

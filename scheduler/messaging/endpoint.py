@@ -15,7 +15,6 @@ many.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import ipaddress
@@ -24,7 +23,6 @@ import os
 import resource
 import socket
 import stat
-import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ...io_struct import CaesuraError, ErrorCode
+from ...process import shut_listener
 from ...process.contract import MAX_IPC_PATH, SHUT_SUFFIX
 from ...process.curve import Handshakes, KeyPair, read_key_pair, read_public_keys
 
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_PORT = 65535
 LISTEN_BACKLOG = 128
 """Connections that the kernel completes before ZeroMQ accepts them, even if the endpoint is shut."""
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
-_BPF_RET = 0x06
 HANDSHAKE_MS = 10_000
 HEARTBEAT_MS = 10_000
 DEAD_PEER_MS = 60_000
@@ -88,9 +85,7 @@ class Endpoint:
         if self._path is not None:
             os.rename(self._path, self._path + SHUT_SUFFIX)
         elif self._listener is not None:
-            drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET, 0, 0, 0))
-            program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            shut_listener.shut(self._listener)
         self._is_shut = True
 
     def open(self) -> None:
@@ -99,7 +94,7 @@ class Endpoint:
         if self._path is not None:
             os.rename(self._path + SHUT_SUFFIX, self._path)
         elif self._listener is not None:
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            shut_listener.open_again(self._listener)
         self._is_shut = False
 
     def close(self) -> None:

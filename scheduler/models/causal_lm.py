@@ -6,18 +6,21 @@ Invariant: every parameter of a language model, and every derived tensor, belong
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
 from ..kernels.attention_form import AttentionForm
-from ..layers.attention_rows import AttentionRows
-from ..layers.logits_processor import LogitsProcessor
+from ..layers.logits_processor import LogitsProcessor, SharedLogits
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import DerivingLayer, Layer, WeightSlot
+from ..layers.rank_rows import RankRows
 from . import multimodal
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from ..execution.sampler import Sampler, SamplerOutput
 
 _Result = TypeVar("_Result")
 
@@ -80,8 +83,8 @@ class CausalLM(Weights):
     """The fused decoder computes all layers in one call, if the step's attention is compiled, too."""
     has_inner_states = False
     """Hidden states of layers before the last can be taken (``ForwardBatch.hidden``)."""
-    attention_rows: AttentionRows | None = None
-    """Rows of data-parallel attention, or None if attention is divided by heads."""
+    rank_rows: RankRows | None = None
+    """Rows of data-parallel attention, or None if every rank has all rows."""
     torch_experts = False
     """Another library's code computes some of its experts."""
 
@@ -93,6 +96,12 @@ class CausalLM(Weights):
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Return [S, hidden] after the final norm, for a planned step, under ``torch.inference_mode``."""
 
+    def sample(
+        self, batch: ForwardBatch, backend: AttentionBackend, sampler: "Sampler"
+    ) -> "SamplerOutput | None":
+        """Compute a planned step up to its tokens in one call; None if that is not possible."""
+        return None
+
     @abstractmethod
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
@@ -102,6 +111,10 @@ class CausalLM(Weights):
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Map [S, hidden] to [S, vocab], valid until the next call; None if it is a dummy run's."""
         return self.logits_processor.forward(hidden)
+
+    def logits_to_sample(self, hidden: Tensor) -> Tensor | SharedLogits | None:
+        """Do as :meth:`logits`, but divide the rows among ranks with rows of their own."""
+        return self.logits(hidden) if self.rank_rows is None else self.logits_processor.forward_shared(hidden)
 
     def check(self) -> None:
         """Compare with the library whose modules compute it, if any; UNSUPPORTED_MODEL if they differ."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..kernels.linear import INT8, INT8_COLUMNS
+from ..kernels.linear import CODE_COLUMNS, E2M1, INT4, INT8, INT8_COLUMNS
 from ..layers.parameters import ScaleBlocks
 from ..layers.rotary import RopeParameters
 from ..runtime.dtypes import by_torch_name
@@ -309,39 +309,54 @@ def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = Fal
 
 
 def quantized(config: ModelConfig, options: "EngineConfig") -> ModelConfig:
-    """Return the config of the same model in FP8 or int8, but for the modules that are skipped.
+    """Return the config of the same model, quantised but for the modules that are skipped.
 
     With fp8 a checkpoint in FP8 keeps its own blocks. UNSUPPORTED_MODEL if layers have no such products.
     """
     skipped = options.quantization_skipped
     names = frozenset(name.strip() for name in skipped.split(",") if name.strip())
-    if options.quantization == "int8":
-        return replace(config, quantization=_int8_blocks(config, options, names))
+    keeps = options.quantization_originals
+    if keeps and options.device != "cpu":
+        reason = f"quantization_originals is for the CPU, not for device {options.device}"
+        raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization_originals"])
+    if options.quantization in WHOLE_NUMBERS:
+        return replace(config, quantization=_whole_numbers(config, options, names))
     if config.quantization is not None:
         if names:
             reason = "quantization_skipped: the checkpoint itself is in FP8, and says which modules are not"
             raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_skipped", value=skipped)
+        if keeps:
+            reason = "quantization_originals: the checkpoint itself is in FP8, and has no values before"
+            raise CaesuraError(ErrorCode.INVALID_REQUEST, reason, field="quantization_originals")
         return config
     if config.transformers_config is not None or families()[config.architecture].mxfp4:
         reason = f"{config.architecture} has no products with FP8 weights: start it without quantization"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
-    return replace(config, quantization=ScaleBlocks(skipped=names))
+    return replace(config, quantization=ScaleBlocks(skipped=names, keeps_originals=keeps))
 
 
-def _int8_blocks(config: ModelConfig, options: "EngineConfig", skipped: frozenset[str]) -> ScaleBlocks:
-    """Return the blocks of an int8 model; refuse (UNSUPPORTED_MODEL) what has no int8 products."""
+WHOLE_NUMBERS = {
+    "int8": (INT8_COLUMNS, None),
+    "int4": (CODE_COLUMNS, INT4),
+    "mxfp4": (CODE_COLUMNS, E2M1),
+}
+"""Inputs that share a scale, and the codes of numbers, by the option's value."""
+
+
+def _whole_numbers(config: ModelConfig, options: "EngineConfig", skipped: frozenset[str]) -> ScaleBlocks:
+    """Return the blocks of a model in int8 or less; refuse (UNSUPPORTED_MODEL) what has no such products."""
     refused = {
         "weights that are in FP8 already": config.quantization is not None,
         "the modules of transformers": config.transformers_config is not None,
-        "experts": config.moe is not None,
-        "latent attention": config.mla is not None,
-        "linear attention": config.delta is not None,
+        "experts that are one tensor": config.transformers_config is None
+        and families()[config.architecture].mxfp4,
         f"device {options.device}": options.device != "cpu",
     }
     if found := [what for what, is_there in refused.items() if is_there]:
-        reason = f"int8 is for dense models on the CPU, without {' or '.join(found)}"
+        reason = f"{options.quantization} is for the CPU, without {' or '.join(found)}"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["quantization"])
-    return ScaleBlocks(1, INT8_COLUMNS, skipped, INT8)
+    columns, codes = WHOLE_NUMBERS[options.quantization]
+    return ScaleBlocks(1, columns, skipped, INT8, codes, options.quantization_originals)
 
 
 def _is_supported(name: str, value: object, widened: bool) -> bool:

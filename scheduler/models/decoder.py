@@ -5,18 +5,21 @@ Invariants:
   belongs in a file of its own.
 - Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); tensors of layers beyond
   ``num_layers`` are unexpected, but for those of multi-token prediction if the config counts some.
-- The residual stream is updated in place; each rank has all of it.
+- The residual stream is updated in place. Each rank has all of it, or that of its own rows (``RankRows``).
 """
 
 import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..execution.forward import AttentionBackend, ForwardBatch
+from ..kernels.attention import PagedStep
 from ..kernels.attention_form import AttentionForm, Bend
+from ..kernels.decoder import Angles, Vocabulary
+from ..kernels.native import Sampling
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts, SharedExperts, among_experts
@@ -32,6 +35,9 @@ from .config import ModelConfig
 from .config_moe import MoeConfig
 from .fused_decoder import FusedDecoder
 from .multimodal import is_vision_tensor
+
+if TYPE_CHECKING:
+    from ..execution.sampler import Sampler, SamplerOutput
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers of old checkpoints that follow from the config."""
@@ -79,7 +85,7 @@ class DecoderLayer:
             )
 
         self.input_norm = norm("input_norm", "input_layernorm")
-        self.attention, self._rows = attention, place.attention_rows
+        self.attention = attention
         before_mlp = "pre_feedforward_layernorm" if norms_behind else "post_attention_layernorm"
         self.mlp_norm = norm("mlp_norm", before_mlp)
         self.mlp = mlp
@@ -97,19 +103,12 @@ class DecoderLayer:
         rotary: tuple[Tensor, Tensor],
         backend: AttentionBackend,
     ) -> Tensor:
-        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update.
-
-        ``rotary``: of the tokens for which this rank computes attention.
-        """
-        quantizer = self.attention.quantizer if self._rows is None else None
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; return the next update."""
+        if not len(residual):
+            return self.mlp.forward(residual)  # for the rows of other ranks
         rows, addend = (residual, None) if update is None else (update, residual)
-        normalized = self.input_norm.rows(rows, quantizer, residual=addend)
-        if self._rows is None:
-            x = self.attention.forward(normalized, *rotary, backend)
-        else:
-            assert isinstance(normalized, Tensor), "nothing quantises them"
-            own = self._rows.own(normalized)
-            x = self._rows.gather(self.attention.forward(own, *rotary, backend) if len(own) else own)
+        normalized = self.input_norm.rows(rows, self.attention.quantizer, residual=addend)
+        x = self.attention.forward(normalized, *rotary, backend)
         if self.norms_behind is None:
             return self.mlp.forward(self.mlp_norm.rows(x, self.mlp.quantizer, residual=residual))
         behind_attention, behind_mlp = self.norms_behind
@@ -132,6 +131,13 @@ class SparseNames:
     shared_gate: str = "shared_expert_gate"
 
 
+class _Sampled(NamedTuple):
+    batch: ForwardBatch
+    output: "SamplerOutput"
+    longest: int
+    """Positions that the angles of the call reach."""
+
+
 class DecoderForCausalLM(CausalLM):
     has_inner_states = True
     o_bias: ClassVar[bool] = False
@@ -152,8 +158,8 @@ class DecoderForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         self.config = config
-        self.attention_rows = place.attention_rows
-        attention = self.attention_blocks(config, place.of_attention)
+        self.rank_rows = place.rank_rows
+        attention = self.attention_blocks(config, place.of_own_rows)
         mlp, self.routing = self._mlp_blocks(config, place)
         vocab, hidden, from_one = config.vocab_size, config.hidden_size, self.norm_from_one
         tied = config.tie_word_embeddings
@@ -178,9 +184,25 @@ class DecoderForCausalLM(CausalLM):
         rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
         self._rotary = [rotary[rope] for rope in config.ropes]
         self.logits_processor = LogitsProcessor(project, vocab, place=place)
-        self._kernel = FusedDecoder.of(config, self._layers, self._norm, place)
+        vocabulary = self._vocabulary(place)
+        self._samples = vocabulary.head is not None
+        self._sampled: _Sampled | None = None
+        """The last call of :meth:`sample`, if it can be made again."""
+        self._kernel = FusedDecoder.of(config, self._layers, self._norm, vocabulary, place)
         self.in_one_call = self._kernel is not None
         self.forms = [block.form for block in attention if block.form is not None]
+
+    def _vocabulary(self, place: Placement) -> Vocabulary:
+        table, head = self._embed.table, (self._head or self._embed).head
+        if place.blocks is not None and place.blocks.of_head is not place.blocks:
+            head = None  # one call has one form of scaled weights
+        return Vocabulary(
+            size=self.config.vocab_size,
+            embeddings=None if table is None else table.parameter.data,
+            packed=table is not None and table.packed is not None,
+            head=None if head is None else head.packed,
+            head_scales=None if head is None or head.packed is None else head.scales,
+        )
 
     def attention_blocks(self, config: ModelConfig, place: Placement) -> Sequence[AttentionBlock]:
         shape = self.attention_shape(config)
@@ -240,7 +262,8 @@ class DecoderForCausalLM(CausalLM):
                 place=place,
             )
             router = _router(f"{name}.gate", f"{prefix}.{names.router}", hidden, moe, bias, among, place)
-            shared = _shared(name, prefix, hidden, moe, names, place) if among is None else None
+            of_shared = place.of_own_rows if place.sends_rows(moe.top_k) else place
+            shared = _shared(name, prefix, hidden, moe, names, of_shared) if among is None else None
             return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
 
         return [block(layer) for layer in range(config.num_layers)], routing
@@ -249,22 +272,49 @@ class DecoderForCausalLM(CausalLM):
         adapts = batch.adapters is None or (self._kernel is not None and self._kernel.adapts)
         whole = batch.hidden is None or not batch.hidden.inner
         if self._kernel is not None and backend.paged is not None and adapts and whole:
-            longest = max(batch.kv_lens_host)
-            tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}
-            return self._kernel(
-                self._embed.forward(batch.input_ids),
-                [tables[rotary] for rotary in self._rotary],
-                batch,
-                backend.paged,
-                self.routing,
-            )
+            return self._in_one_call(self._kernel, self._angles(batch), batch, backend.paged)
         return result_of(self.forward_by_layer(batch, backend))
+
+    def sample(
+        self, batch: ForwardBatch, backend: AttentionBackend, sampler: "Sampler"
+    ) -> "SamplerOutput | None":
+        if self._kernel is None or not self._samples or backend.paged is None:
+            return None
+        longest, last, self._sampled = max(batch.kv_lens_host), self._sampled, None
+        same = last is not None and last.batch is batch and longest <= last.longest
+        if last is not None and same and self._kernel.kernel.again(backend.paged):
+            self._sampled = last
+            return last.output
+        angles = self._angles(batch)
+        logits = self.logits_processor.memory(batch.sample_tokens.shape[0])
+        out, sampling = sampler.arguments(logits, batch.sampling)
+        self._in_one_call(self._kernel, angles, batch, backend.paged, sampling)
+        if self._embed.table is not None:
+            self._sampled = _Sampled(batch, out, min(len(cos) for cos, _ in angles))
+        return out
+
+    def _in_one_call(
+        self,
+        kernel: FusedDecoder,
+        angles: Sequence[Angles],
+        batch: ForwardBatch,
+        step: PagedStep,
+        sampling: Sampling | None = None,
+    ) -> Tensor:
+        tokens = batch.input_ids if self._embed.table is not None else self._embed.forward(batch.input_ids)
+        return kernel(tokens, angles, batch, step, self.routing, sampling)
+
+    def _angles(self, batch: ForwardBatch) -> list[Angles]:
+        """Return the angles of each layer, for the batch's positions at least."""
+        longest = max(batch.kv_lens_host)
+        tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}
+        return [tables[rotary] for rotary in self._rotary]
 
     def forward_by_layer(
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         longest = max(batch.kv_lens_host)
-        rows = self.attention_rows
+        rows = self.rank_rows
         positions = batch.positions if rows is None else rows.own(batch.positions)
         angles = {rotary: rotary.forward(positions, longest) for rotary in set(self._rotary)}
         residual = self._embed.forward(batch.input_ids)
@@ -272,13 +322,23 @@ class DecoderForCausalLM(CausalLM):
         for number, layer in enumerate(self._layers):
             yield number
             if batch.hidden is not None and number in batch.hidden.inner:
-                batch.hidden.take(number, residual, update)
+                taken = self._pick(residual, batch.hidden.tokens)
+                if update is not None:
+                    taken += self._pick(update, batch.hidden.tokens)
+                batch.hidden.taken[number] = self._on_all_ranks(taken)
             update = layer.forward(update, residual, angles[self._rotary[number]], backend)
         assert update is not None, "a model has at least one layer"
         sampled = batch.sample_tokens
         if sampled.shape[0] == 0:
             return residual[:0]
-        return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
+        normalized = self._norm.add(self._pick(update, sampled), self._pick(residual, sampled))
+        return self._on_all_ranks(normalized)
+
+    def _pick(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x.index_select(0, tokens) if self.rank_rows is None else self.rank_rows.pick(x, tokens)
+
+    def _on_all_ranks(self, picked: Tensor) -> Tensor:
+        return picked if self.rank_rows is None else self.rank_rows.sum(picked)
 
     def is_skipped(self, name: str) -> bool:
         """Return True for rotary buffers, multi-token prediction, copies of tied heads, and vision towers."""

@@ -1,4 +1,4 @@
-"""The fused decoder: all layers of a model in one call of a compiled kernel, if it can compute them.
+"""The fused decoder: all layers of a model, and what samples, in one call of a kernel that can compute them.
 
 Invariant: a layer's computation is defined in ``layers/``; this module only collects the arguments.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 from ..execution.forward import ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.attention import PagedStep
-from ..kernels.decoder import AdapterGroups, Angles, DecoderKernel
+from ..kernels.attention_form import PLAIN
+from ..kernels.decoder import AdapterGroups, Angles, DecoderKernel, Vocabulary
 from ..kernels.decoder_layers import (
     AdapterForm,
     ExpertsForm,
@@ -21,7 +22,9 @@ from ..kernels.decoder_layers import (
     LayerShape,
     LayerTensors,
 )
+from ..kernels.native import Sampling
 from ..layers.attention import Attention
+from ..layers.gated_delta import GatedDelta
 from ..layers.linear import PackedTensors
 from ..layers.lora import AdapterRows, LinearAdapters
 from ..layers.mla import LATENT_EPS, LatentAttention
@@ -60,19 +63,25 @@ class FusedDecoder:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, layers: Sequence["DecoderLayer"], last_norm: RMSNorm, place: Placement
+        cls,
+        config: ModelConfig,
+        layers: Sequence["DecoderLayer"],
+        last_norm: RMSNorm,
+        vocabulary: Vocabulary,
+        place: Placement,
     ) -> "FusedDecoder | None":
         """Return the fused decoder; None without kernels, or if a layer or the ranks do not fit."""
         ranks = place.parallel if isinstance(place.parallel, HostGroup) else None
         if best("decoder", place.device, place.dtype) == TORCH or (ranks is None and place.parallel.size > 1):
             return None
-        if place.attention_rows is not None:
+        if place.rank_rows is not None:
             return None
         try:
             packed = [_of_layer(layer) for layer in layers]
         except _OtherLayerError:
             return None
-        if len({_eps_of(layer) for layer in layers}) > 1:
+        attending = [layer for layer in layers if not isinstance(layer.attention, GatedDelta)]
+        if len({_eps_of(layer) for layer in attending}) != 1:
             return None
         adapters = None if place.adapters is None else _adapters_of(layers)
         adapted = None
@@ -83,31 +92,37 @@ class FusedDecoder:
             [tensors for tensors, _ in packed],
             [kind for _, kind in packed],
             last_norm.weight,
-            _shape_of(config, layers[0], place),
+            _shape_of(config, layers, attending[0].attention, place),
             eps=config.rms_norm_eps,
-            head_eps=_eps_of(layers[0]),
+            head_eps=_eps_of(attending[0]),
             ranks=ranks,
+            vocabulary=vocabulary,
             adapters=adapted,
         )
         return cls(kernel, [kind.experts is not None for _, kind in packed], adapters)
 
     def __call__(
         self,
-        embedded: Tensor,
+        tokens: Tensor,
         angles: Sequence[Angles],
         batch: ForwardBatch,
         step: PagedStep,
         routing: RoutedExperts | None,
+        sampling: Sampling | None = None,
     ) -> Tensor:
-        """Return normalised hidden states [S, hidden], valid until the next call; overwrite ``embedded``."""
+        """Return normalised hidden states [S, hidden], valid until the next call.
+
+        ``tokens`` and ``sampling`` as in :class:`DecoderKernel`.
+        """
         record = None
         if routing is not None and self._experts:
-            rows = routing.of_layers(embedded.shape[0])
+            rows = routing.of_layers(tokens.shape[0])
             record = rows.__getitem__
         adapters = None
         if batch.adapters is not None and self._adapters is not None:
             adapters = _groups(AdapterRows(batch.adapters), self._adapters)
-        return self.kernel(embedded, angles, batch.positions, batch.sample_tokens, step, record, adapters)
+        of_step = batch.positions, batch.sample_tokens, step
+        return self.kernel(tokens, angles, *of_step, record, adapters, sampling)
 
 
 def _groups(rows: AdapterRows, layers: Sequence[Sequence[LinearAdapters]]) -> AdapterGroups:
@@ -140,25 +155,32 @@ def _packed(products: Sequence[LinearAdapters]) -> LayerAdapters:
     return LayerAdapters(*(each.packed or () for each in products))
 
 
-def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> LayerShape:
-    attention, latent, blocks = layer.attention, None, place.blocks or ScaleBlocks()
+def _shape_of(
+    config: ModelConfig, layers: Sequence["DecoderLayer"], attention: object, place: Placement
+) -> LayerShape:
+    """``attention``: of all layers that have KV."""
+    latent, gated, blocks = None, False, place.blocks or ScaleBlocks()
+    delta = next((x.attention.kernel for x in layers if isinstance(x.attention, GatedDelta)), None)
     if isinstance(attention, LatentAttention):
         latent = attention.shape
         heads, kv_heads, size = attention.heads, 1, latent.qk_nope_head_dim + latent.qk_rope_head_dim
     else:
         assert isinstance(attention, Attention)
         shape = attention.shape
-        heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        heads, kv_heads, size, gated = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.gated
     return LayerShape(
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=kv_heads,
         head_size=size,
         rotated=config.rotary_dim,
-        from_one=layer.input_norm.from_one,
+        from_one=layers[0].input_norm.from_one,
+        head_gates=gated,
         latent=latent,
+        delta=delta,
         scale_columns=blocks.columns,
         scaled=blocks.dtype,
+        codes=blocks.codes,
     )
 
 
@@ -178,8 +200,14 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind]:
         behind_attention, behind_mlp = layer.norms_behind
         norms |= {"behind_attention": behind_attention.weight, "behind_mlp": behind_mlp.weight}
     bend = layer.mlp.bend if isinstance(layer.mlp, GatedMLP) else "silu"
-    form = _there(layer.attention.form)
-    kind = LayerKind(intermediate=size, bend=bend, attention=form.kind, experts=experts)
+    form = layer.attention.form
+    kind = LayerKind(
+        intermediate=size,
+        bend=bend,
+        attention=(PLAIN if form is None else form).kind,
+        has_states=form is None,
+        experts=experts,
+    )
     return LayerTensors(**norms, **attention, **tensors), kind
 
 
@@ -190,9 +218,9 @@ def _there(found: T | None) -> T:
 
 
 def _of_attention(attention: object) -> PackedTensors:
-    if isinstance(attention, LatentAttention):
+    if isinstance(attention, LatentAttention | GatedDelta):
         return _there(attention.packed)
-    if not isinstance(attention, Attention) or attention.shape.gated:
+    if not isinstance(attention, Attention):
         raise _OtherLayerError
     qkv, o = _there(attention.qkv.packed_as("qkv", bias=True)), _there(attention.o.packed_as("o", bias=True))
     q_norm, k_norm = (None, None) if attention.qk_norms is None else (n.weight for n in attention.qk_norms)

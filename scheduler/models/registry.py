@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..layers.attention_rows import AttentionRows
 from ..layers.lora import AdapterSlots
 from ..layers.parameters import Placement
+from ..layers.rank_rows import RankRows
 from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
 
@@ -81,7 +81,6 @@ def build_model(
     if ep > 1 and config.moe is None:
         reason = f"{config.architecture} has no routed experts to divide among {ep} groups: leave out ep"
         raise CaesuraError(ErrorCode.UNSUPPORTED_MODEL, reason, fields=["architectures"], ep=ep)
-    rows = AttentionRows(parallel) if dp_attention > 1 else None
     place = Placement(
         dtype,
         device,
@@ -89,7 +88,7 @@ def build_model(
         parallel=parallel,
         ep=ep,
         adapters=adapters,
-        attention_rows=rows,
+        rank_rows=RankRows(parallel) if dp_attention > 1 else None,
     )
     if config.transformers_config is not None:
         require_ranks(config, parallel.size)

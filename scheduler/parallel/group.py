@@ -1,7 +1,8 @@
 """The ranks that compute one model together, and the collectives that its layers call (tensor parallelism).
 
 Invariants:
-- All ranks call the same collectives in the same order, with tensors of the same shape and dtype.
+- All ranks call the same collectives in the same order, with tensors of the same shape and dtype, or the same
+  counts of rows.
 - A sum is taken element by element in the order of ranks, in float32, and rounded once: every rank has the
   same bits, and an element's do not depend on how many other elements there are. Only NCCL chooses the order.
 - Nothing waits for ever: a rank that is gone, has given up (:meth:`TensorParallel.abort`) or is later than
@@ -12,6 +13,8 @@ Invariants:
 Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product split by outputs is followed by
 one split by inputs, whose partial results are summed.
 """
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -43,6 +46,21 @@ class TensorParallel:
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return [T, w] of every rank as [T, size * w], in order; ``out`` [T, n] drops the last columns."""
         return x if out is None else out.copy_(x[:, : out.shape[1]])
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return rows [sum(counts), w] of all ranks, in order; ``x`` [counts[rank], w] are this one's."""
+        return x
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the sum of all ranks' ``x`` [sum(counts), w] for the rows that are this one's by ``counts``.
+
+        ``x``, contiguous, is overwritten; the result may be a part of it.
+        """
+        return x
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        """Send ``counts[rank][target]`` rows of ``x`` [T, w], in order; return those that came, in order."""
+        return x
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Replace ``x``, contiguous, by that of rank ``source``."""

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ MAX_RANKS = 64
 
 _bytes = native.function("caesura_collective_bytes", SIZE, SIZE, result=SIZE)
 _struct_bytes = native.function("caesura_collective_struct_bytes", result=SIZE)
-_ALL_REDUCE = native.by_dtype("caesura_all_reduce", POINTER, POINTER, SIZE, INT)
+_REDUCE = native.by_dtype("caesura_reduce", POINTER, POINTER, SIZE, SIZE, SIZE, INT)
+_collect = native.function("caesura_collect", POINTER, POINTER, SIZE, SIZE, POINTER, POINTER, POINTER, INT)
 _all_gather = native.function("caesura_all_gather", POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, SIZE, INT)
 _broadcast = native.function("caesura_broadcast", POINTER, POINTER, SIZE, SIZE, INT)
 _barrier = native.function("caesura_barrier", POINTER)
@@ -93,9 +94,42 @@ class HostGroup(TensorParallel):
         if x.dtype not in native.FLOATS:
             x.copy_(summed(self.all_gather(x.view(1, -1)).view(self.size, *x.shape)))
             return
+        self._reduce(x, 0, x.numel())
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        begin = sum(counts[: self.rank])
+        end, width = begin + counts[self.rank], x.shape[1]
+        _require(x.dtype in native.FLOATS and len(x) == sum(counts), x)
+        self._reduce(x, begin * width, end * width)
+        return x[begin:end]
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        _require(len(x) == counts[self.rank], x)
+        return self._collect(x, max(counts), [0] * self.size, counts)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        _require(len(x) == sum(counts[self.rank]), x)
+        before = [sum(sent[: self.rank]) for sent in counts]
+        return self._collect(x, max(map(sum, counts)), before, [sent[self.rank] for sent in counts])
+
+    def _reduce(self, x: Tensor, begin: int, end: int) -> None:
         _require(x.is_contiguous(), x)
-        _ALL_REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), torch.get_num_threads())
+        _REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), begin, end, torch.get_num_threads())
         self.check()
+
+    def _collect(self, x: Tensor, longest: int, before: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Return rows ``[before, before + counts)`` of each rank; the longest ``x`` has ``longest`` rows."""
+        x = x.contiguous()
+        out = x.new_empty((sum(counts), x.shape[1]))
+        _require(x.dim() == 2, x)
+        width, numbers = x.shape[1] * x.itemsize, ctypes.c_int64 * self.size
+        begins, sizes = (numbers(*(rows * width for rows in each)) for each in (before, counts))
+        threads = torch.get_num_threads()
+        _collect(
+            self.address, x.data_ptr(), x.nbytes, longest * width, begins, sizes, out.data_ptr(), threads
+        )
+        self.check()
+        return out
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         x = x.contiguous()

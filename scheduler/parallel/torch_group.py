@@ -16,7 +16,7 @@ NCCL's way is written against torch 2.13 and has not been run on several GPUs.
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -76,6 +76,28 @@ class TorchGroup(TensorParallel):
         for rank, part in enumerate(parts):
             target = out[:, rank * width : (rank + 1) * width]
             target.copy_(part[:, : target.shape[1]])
+        return out
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        parts = self._gathered(_padded(x, max(counts)))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        own, longest = counts[self.rank], max(counts)
+        if x.device.type == "cuda":
+            blocks = torch.cat([_padded(part, longest) for part in x.split(list(counts))])
+            out = x.new_empty((longest, x.shape[1]))
+            self._end(self._live()._reduce_scatter_base(out, blocks))
+            return out[:own]
+        parts = self.all_to_all(x, [counts] * self.size)
+        return summed(parts.view(self.size, own, x.shape[1])).to(x.dtype)
+
+    def all_to_all(self, x: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+        received = [sent[self.rank] for sent in counts]
+        out = x.new_empty((sum(received), x.shape[1]))
+        sizes = received, list(counts[self.rank])
+        rows = (each.contiguous().view(torch.uint8) for each in (out, x))
+        self._end(self._live().alltoall_base(*rows, *sizes))
         return out
 
     def broadcast(self, x: Tensor, source: int) -> None:
@@ -207,6 +229,10 @@ def join(
     on_made(group)
     group.assemble()
     return group
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return x.contiguous() if len(x) == rows else torch.cat((x, x.new_zeros((rows - len(x), x.shape[1]))))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -93,6 +93,8 @@ class EngineConfig(EngineOptions):
     def _check_together(self) -> None:
         if self.quantization_skipped and self.quantization == "auto":
             raise _invalid("quantization_skipped", self.quantization_skipped, "needs quantization")
+        if self.quantization_originals and self.quantization == "auto":
+            raise _invalid("quantization_originals", self.quantization_originals, "needs quantization")
         for name, unused in (("quantization", "auto"), ("speculation", "none"), ("kv_tier_bytes", 0)):
             if (value := getattr(self, name)) != unused and is_pipeline(self.model_path):
                 raise _invalid(name, value, "is for language models")
@@ -183,7 +185,7 @@ _LEAST = {
     **dict.fromkeys(("idle_empty_s", "log_stats_interval_s", "session_deadline_s", "session_orphan_s"), 0),
     **dict.fromkeys(("kv_tier_bytes", "kv_tier_folder_bytes"), 0),
     **dict.fromkeys(("drift_share", "drift_samples", "drift_warn", "drift_limit"), 0),
-    **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s"), 0),
+    **dict.fromkeys(("target_step_s", "drain_timeout_s", "watchdog_timeout_s", "join_timeout_s"), 0),
 }
 
 

@@ -36,6 +36,10 @@ def image_steps(engine: "Engine") -> Steps:
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
     stages = ComponentStages(engine.residency, loaded.movable, engine.stages)
     prompts = PromptCache(config.prompt_cache_bytes)
+
+    def encoders_changed() -> bool:
+        return any(name.startswith("text_") for name in loaded.loader.written | engine.delta.written)
+
     module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
     limit = MemoryLimit.of_free_memory(
         module, HOST, config.sizes.kv_fraction, kept_free=engine.residency.still_to_come, on_host=on_host
@@ -46,7 +50,7 @@ def image_steps(engine: "Engine") -> Steps:
         max_running=config.sizes.rows,
         limit=limit,
         prompts=prompts,
-        encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
+        encoders_changed=encoders_changed,
         on_idle=stages.leave,
     )
     footprint = Footprint(loaded.family, module, on_host=on_host)

@@ -23,6 +23,7 @@ import torch
 from ... import __version__
 from ...io_struct import CaesuraError, ErrorCode
 from ...process import log, private_directory
+from ..executor.workers import turn_away
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import use_device
 from .engine import Engine
@@ -61,6 +62,8 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
                 signals.serving()  # a launcher ends this process as soon as it knows the reason
                 exit_within(END_S)
                 logger.error("the engine ends: cannot start: %s (exit status 1)", error)
+                if config.tp_joined and error.code != ErrorCode.STATE_FILE_ERROR:  # that may pass
+                    turn_away(config, error.message)
                 tell(ready_fd, refusal(error))
                 return 1
             signals.serving()

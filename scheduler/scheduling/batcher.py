@@ -14,9 +14,9 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from .chunking import ChunkSizer
 from .grammars import Grammars
 from .hidden_states import HiddenSpan, hidden_spans, hidden_tokens
 from .request import Adapter, Phase, Request, RequestTable
-from .sampling import InputSpan, input_spans, input_tokens, sampling_batch
+from .sampling import InputSpan, input_spans, input_tokens, sampling_batch, uniforms_of
 from .speculation import DraftRows, Speculation, draft_rows
 from .step_storage import LinearStateSteps, WindowedSteps
 from .waiting_queue import WaitingQueue, pages_for
@@ -42,10 +42,35 @@ PAGES_PER_SKIPPED_REQUEST = 2
 """Free pages left for each skipped request: for the unshared end of its prompt, and to grow."""
 
 
+@dataclass(slots=True)
+class StepArrays:
+    """A plain decode step's tensors as arrays: behind a step's computation, a call into torch takes long."""
+
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    kv_lens: np.ndarray
+    page_table: np.ndarray
+    uniforms: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, forward: ForwardBatch) -> "StepArrays":
+        return cls(
+            positions=forward.positions.numpy(),
+            kv_slots=forward.kv_slots.numpy(),
+            kv_lens=forward.kv_lens.numpy(),
+            page_table=forward.page_table.numpy(),
+            uniforms=forward.sampling.uniforms.numpy(),
+            rows=np.arange(forward.num_rows),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class ScheduledBatch:
     forward: ForwardBatch
     slots: np.ndarray
+    ends: np.ndarray
+    """int64 [R]: position behind the last token of each row."""
     sample_slots: np.ndarray
     """int64 [S]: slots that a token is sampled for; replays have several, in order."""
     sample_positions: np.ndarray
@@ -60,6 +85,13 @@ class ScheduledBatch:
     def kind(self) -> str:
         """Stage that the step counts as; a step with any prompt tokens is a prefill."""
         return "decode" if self.forward.num_decode == len(self.slots) else "prefill"
+
+
+class RepeatableStep(NamedTuple):
+    """A step that a step of the same rows differs from in positions and noise alone."""
+
+    batch: ScheduledBatch
+    arrays: StepArrays
 
 
 class Batcher:
@@ -99,6 +131,7 @@ class Batcher:
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = None  # until requests join or leave the decoding rows
+        self._repeatable: RepeatableStep | None = None  # the last step, if it is one
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
         """Finished requests of a step in flight; True if their KV may go to the prefix cache."""
@@ -132,7 +165,7 @@ class Batcher:
         """Build the next step; None if nothing can run, or a step in flight must be completed first."""
         self._starting = None
         if restarted := self._restarted_chunks():
-            return self._build(np.empty(0, np.int64), restarted)
+            return self._next(np.empty(0, np.int64), restarted)
         decode = self._rotate_decode_rows(self._ready_decode_slots())
         if not self._extend_decode_pages(decode):
             return None
@@ -142,8 +175,8 @@ class Batcher:
         if not len(decode) and not chunks:
             return None
         if self.speculation is None or chunks or self._chunk_sizer.limit is not None:
-            return self._build(decode, chunks)
-        return self._build(*self._with_drafts(self.speculation, decode))
+            return self._next(decode, chunks)
+        return self._next(*self._with_drafts(self.speculation, decode))
 
     def _with_drafts(
         self, speculation: Speculation, decode: np.ndarray
@@ -185,9 +218,12 @@ class Batcher:
     def _replays_past_prompt(self, batch: ScheduledBatch) -> list[Request]:
         """Return the replays that have computed all that is known, not yet shared, and that go on."""
         table, slots = self.table, batch.slots
+        replays = table.replays[slots]
+        if not np.count_nonzero(replays):
+            return []
         known = table.length[slots] - 1  # after a retraction more than is computed
-        past = table.replays[slots] & (known >= table.prompt_len[slots])
-        past &= np.asarray(batch.forward.kv_lens_host) >= known
+        past = replays & (known >= table.prompt_len[slots])
+        past &= batch.ends >= known
         requests = (table.by_slot[slot] for slot in slots[past])
         return [r for r in requests if r and r.computes_shared_prefix and r.phase is Phase.PREFILL]
 
@@ -351,12 +387,13 @@ class Batcher:
             needs_token &= ~self.table.sampling.constrained[slots_array] | (
                 self.table.inflight[slots_array] == 0
             )
-        return slots_array if needs_token.all() else slots_array[needs_token]
+        all_need = np.count_nonzero(needs_token) == len(slots_array)
+        return slots_array if all_need else slots_array[needs_token]
 
     def _extend_decode_pages(self, decode: np.ndarray) -> bool:
         """Allocate KV, preempting the youngest; return False if a step in flight must end first."""
         table = self.table
-        for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0]:
+        for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0].tolist():
             request = table.by_slot[slot]
             if request is None or request.kv is None:
                 continue  # preempted by an earlier row of this loop
@@ -559,13 +596,26 @@ class Batcher:
         missing = pages_for(length) - kv.num_pages
         return missing <= kv.home.available() - reserved and self.cache.extend(kv, length)
 
-    def _build(
+    def _next(
         self, decode: np.ndarray, chunks: list[tuple[Request, int]], drafts: DraftRows | None = None
     ) -> ScheduledBatch:
-        table = self.table
-        num_decode = len(decode)
+        last = self._repeatable
+        if last is not None and last.batch.slots is decode and not chunks and drafts is None:
+            batch = self._repeated(last)
+        else:
+            batch = self._build(decode, chunks, drafts)
+            self._repeatable = None
+            if self._is_plain(batch):
+                self._repeatable = RepeatableStep(batch, StepArrays.of(batch.forward))
+        self._advance(batch)  # last, since nothing takes this back if the step is not launched
+        return batch
+
+    def _build(
+        self, decode: np.ndarray, chunks: list[tuple[Request, int]], drafts: DraftRows | None
+    ) -> ScheduledBatch:
+        table, num_decode = self.table, len(decode)
         chunk_slots = [request.slot for request, _ in chunks]
-        slots = np.concatenate([decode, np.asarray(chunk_slots, np.int64)])
+        slots = np.concatenate([decode, np.asarray(chunk_slots, np.int64)]) if chunks else decode
         q_lens = np.ones(len(slots), np.int64)
         q_lens[num_decode:] = [taken for _, taken in chunks]
         starts = table.scheduled[slots]
@@ -619,9 +669,10 @@ class Batcher:
             hidden=hidden_tokens(hidden, slots, token_starts - starts),
             adapters=adapters,
         )
-        batch = ScheduledBatch(
+        return ScheduledBatch(
             forward=forward,
             slots=slots,
+            ends=ends,
             sample_slots=sample_slots,
             sample_positions=sample_positions,
             completed=[chunks[row][0] for row in complete],
@@ -630,13 +681,39 @@ class Batcher:
             hidden=hidden,
             drafts=drafts,
         )
-        self._advance(batch, starts, ends)
+
+    def _is_plain(self, batch: ScheduledBatch) -> bool:
+        forward, sampling = batch.forward, batch.forward.sampling
+        more = forward.window_slots, forward.states, forward.adapters, sampling.special, sampling.given
+        if self.speculation is not None or any(each is not None for each in more):
+            return False
+        return forward.num_decode == len(batch.slots) and not self.table.wants_hidden[batch.slots].any()
+
+    def _repeated(self, last: RepeatableStep) -> ScheduledBatch:
+        """Build the step that follows ``last`` of the same rows, in its tensors: the runner has read them."""
+        (before, arrays), table = last, self.table
+        slots, forward = before.slots, before.forward
+        starts = table.scheduled[slots]
+        ends = starts + 1
+        host = ends.tolist()
+        uniforms = uniforms_of(table, slots, ends)
+        page_table = table.page_table[slots, : pages_for(max(host))]
+        if page_table.shape != arrays.page_table.shape:
+            forward = replace(forward, page_table=torch.from_numpy(page_table))
+            arrays = StepArrays.of(forward)
+        pages = starts // PAGE_SIZE
+        arrays.page_table[:] = page_table
+        arrays.kv_slots[:] = (page_table[arrays.rows, pages] - pages) * np.int64(PAGE_SIZE) + starts
+        arrays.positions[:], arrays.kv_lens[:], arrays.uniforms[:] = starts, ends, uniforms
+        forward.kv_lens_host = host
+        batch = replace(before, forward=forward, ends=ends, sample_positions=ends)
+        self._repeatable = RepeatableStep(batch, arrays)
         return batch
 
-    def _advance(self, batch: ScheduledBatch, starts: np.ndarray, ends: np.ndarray) -> None:
+    def _advance(self, batch: ScheduledBatch) -> None:
         """Count the tokens of a step as scheduled, before it is launched."""
         table, slots = self.table, batch.slots
-        table.scheduled[slots] = ends
+        table.scheduled[slots] = batch.ends
         table.inflight[slots] += 1
         for request in batch.completed:
             request.phase = Phase.DECODE
@@ -644,7 +721,7 @@ class Batcher:
             self._decode_slots = None
         if self._chunk_sizer.limit is not None:
             self._decode_offset += batch.forward.num_decode
-        self._states.launched(slots, starts)
+        self._states.launched(slots, batch.forward)
         if batch.forward.sampling.special is not None:
             table.sampling.counted[batch.sample_slots] = batch.sample_positions + 1
 

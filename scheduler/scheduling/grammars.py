@@ -3,9 +3,10 @@
 Invariants:
 - The allowed tokens of a position depend on the grammar, the request and the tokens before it, on nothing
   else: what a retraction, a lost step or a restart of the prefill does to a sample is of no account here.
-- A grammar is compiled in a thread, at most :data:`THREADS` at once, and its requests wait meanwhile. Before
-  that a process tries it (``grammar_worker.py``), as no thread can be stopped. A grammar that does not
-  compile, or not within :data:`COMPILE_CPU_S`, or that would end the process, ends its own requests.
+- A grammar is compiled in a thread, at most :data:`THREADS` at once and one more of at most :data:`SMALL`
+  characters, which need not wait behind slow ones; its requests wait meanwhile. Before that a process tries
+  it (``grammar_worker.py``), as no thread can be stopped. A grammar that does not compile, or not within
+  :data:`COMPILE_CPU_S`, or that would end the process, ends its own requests.
 - End-of-sequence ids are allowed where the grammar may end, whatever it says of them; so are
   ``stop_token_ids``. With ``ignore_eos`` the former never are.
 - A sample ends where nothing may follow, if it has no stop token that could say so.
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 64
 """Compiled grammars that are kept for later requests, the last used ones."""
-THREADS = 2
+THREADS, SMALL = 2, 4096
 COMPILE_CPU_S = 5
 """Maximum seconds of CPU time of a compilation."""
 COMPILE_BYTES = 8 << 30
@@ -241,7 +242,7 @@ class Grammars:
                 self._pending.setdefault(text, _Pending(text)).requests.append(request)
         self._running = [task for task in self._running if not task.done]
         for pending in sorted(self._pending.values(), key=lambda each: len(each.text)):  # slow ones are long
-            if pending.task is None and len(self._running) < THREADS:
+            if pending.task is None and len(self._running) < THREADS + (len(pending.text) <= SMALL):
                 pending.task = Task(partial(self._compile, pending.text), self._wake, submit=in_deep_thread)
                 self._running.append(pending.task)
             if pending.task is not None and pending.task.done:

@@ -5,7 +5,8 @@ Invariants:
   exactly one terminal result for its client.
 - I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts a
   row for each position but the last; this is checked before the result is handed on.
-- Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
+- Recording a step is array work; Python loops only over requests that end, stream, or open a new span. It
+  asks ``np.count_nonzero``: ``any`` and ``all`` of an array go through functions in Python.
 """
 
 import logging
@@ -156,12 +157,12 @@ class OutputProcessor(Outputs[Request]):
     def _record_tokens(self, batch: ScheduledBatch, output: HostOutput, keep: np.ndarray) -> None:
         """Record the rows of ``keep``, bool [S], of which no request has several but replays."""
         table = self._table
-        all_live = bool(keep.all())
+        all_live = np.count_nonzero(keep) == len(keep)
         slots = batch.sample_slots if all_live else batch.sample_slots[keep]
         tokens = output.token_ids if all_live else output.token_ids[keep]
-        valid = tokens != NO_TOKEN
-        if not valid.all():
-            self._fail_non_finite(np.unique(slots[~valid]))
+        invalid = tokens == NO_TOKEN
+        if np.count_nonzero(invalid):
+            self._fail_non_finite(np.unique(slots[invalid]))
             keep = keep & table.live[batch.sample_slots]
             all_live = False
             slots, tokens = batch.sample_slots[keep], output.token_ids[keep]
@@ -185,15 +186,15 @@ class OutputProcessor(Outputs[Request]):
         self._end_finished(slots, tokens, at)
         if table.sampling.grammars:
             self._follow_grammars(slots, at)
-        streaming = table.stream[slots] & table.live[slots]
-        if streaming.any():
+        streaming = table.stream[slots]
+        if np.count_nonzero(streaming) and np.count_nonzero(streaming := streaming & table.live[slots]):
             self._stream(slots[streaming], at[streaming])
 
     def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs, keep: np.ndarray) -> None:
         special, table = batch.forward.sampling.special, self._table
         assert special is not None
         rows = special.rows.numpy()[special.wants_host]
-        values = further.top_ids.numpy(), further.top.numpy(), further.token_ids_logprobs.numpy()
+        values = (*top_tokens(further), further.token_ids_logprobs.numpy())
         kept = repeat(None) if further.kept is None else further.kept.numpy()
         for row, mask, *of_row in zip(rows.tolist(), kept, *values, strict=False):
             slot = batch.sample_slots[row]
@@ -232,8 +233,10 @@ class OutputProcessor(Outputs[Request]):
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
         current = 2 * self._stamp_number + table.stale_kv[slots]
-        changed = np.flatnonzero(table.stamp[slots] != current)
-        for row in changed:
+        changed = table.stamp[slots] != current
+        if not np.count_nonzero(changed):
+            return
+        for row in np.flatnonzero(changed):
             slot = slots[row]
             request = table.by_slot[slot]
             assert request is not None
@@ -247,19 +250,21 @@ class OutputProcessor(Outputs[Request]):
     def _end_finished(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> None:
         table = self._table
         masked = slots[table.sampling.masked[slots]]
-        if table.replays[slots].any():  # their last tokens alone may end them
+        if np.count_nonzero(table.replays[slots]):  # their last tokens alone may end them
             may_end = ~table.replays[slots] | (at + 1 == table.limit[slots])
             slots, tokens = slots[may_end], tokens[may_end]
-        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        stops = table.stop_ids[slots] == tokens[:, None]
         full = table.length[slots] >= table.limit[slots]
-        for row in np.flatnonzero(stopped | full):
-            request = table.by_slot[slots[row]]
-            assert request is not None
-            if stopped[row]:
-                reason = FinishReason(type="stop", matched=int(tokens[row]))
-            else:
-                reason = FinishReason(type="length", length=request.limit - len(request.prompt))
-            self.finish(request, reason)
+        if np.count_nonzero(stops) or np.count_nonzero(full):
+            stopped = stops.any(axis=1)
+            for row in np.flatnonzero(stopped | full):
+                request = table.by_slot[slots[row]]
+                assert request is not None
+                if stopped[row]:
+                    reason = FinishReason(type="stop", matched=int(tokens[row]))
+                else:
+                    reason = FinishReason(type="length", length=request.limit - len(request.prompt))
+                self.finish(request, reason)
         for slot in masked:
             request = table.by_slot[slot]
             if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
@@ -363,10 +368,19 @@ class OutputProcessor(Outputs[Request]):
 
 
 def _record_inputs(spans: list[InputSpan], values: FurtherLogprobs) -> None:
-    columns = [
-        column.numpy() for column in (values.logprobs, values.top_ids, values.top, values.token_ids_logprobs)
-    ]
+    columns = values.logprobs.numpy(), *top_tokens(values), values.token_ids_logprobs.numpy()
     offset = 0
     for span in spans:
         rows = slice(offset, offset := offset + span.count)
         span.record.put_inputs(span.first, *(column[rows] for column in columns))
+
+
+def top_tokens(further: FurtherLogprobs) -> tuple[np.ndarray, np.ndarray]:
+    """Return the likeliest tokens [N, F] and their log-probabilities; of equal ones the lower token first."""
+    ids, top = further.top_ids.numpy(), further.top.numpy()
+    tied = np.flatnonzero((top[:, 1:] == top[:, :-1]).any(axis=1))
+    if len(tied):
+        ids = ids.copy()
+        order = np.lexsort((ids[tied], -top[tied]), axis=1)
+        ids[tied] = np.take_along_axis(ids[tied], order, axis=1)
+    return ids, top

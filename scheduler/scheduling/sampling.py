@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, LogprobRows, SamplingMask
 from ..execution.forward import InputTokens, SamplingBatch, SpecialRows
-from ..execution.sampler import noise
+from ..execution.sampler import noise, noise_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,8 +225,8 @@ class SamplingColumns:
         self.top_p = np.ones(slots, np.float32)
         self.min_p = np.zeros(slots, np.float32)
         self.filtered = np.zeros(slots, np.bool_)
-        self.seed = np.zeros(slots, np.uint64)
-        self.index = np.zeros(slots, np.int64)
+        self.stream = np.zeros(slots, np.uint64)
+        """Noise of the slot's sample, of which a position is the counter."""
         self.want_raw = np.zeros(slots, np.bool_)
         self.want_sampled = np.zeros(slots, np.bool_)
         self.special = np.zeros(slots, np.bool_)
@@ -275,8 +275,7 @@ class SamplingColumns:
         self.min_p[slot] = params.min_p
         filters = top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
         self.filtered[slot] = filters and not greedy
-        self.seed[slot] = request.seed
-        self.index[slot] = request.index
+        self.stream[slot : slot + 1] = noise_stream(request.seed, request.index)
         self.want_raw[slot] = request.return_raw
         self.want_sampled[slot] = request.return_sampled
         self.repetition[slot] = params.repetition_penalty
@@ -355,7 +354,7 @@ def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarr
         greedy=torch.from_numpy(greedy),
         top_k=torch.from_numpy(columns.top_k[slots]),
         top_p=torch.from_numpy(columns.top_p[slots]),
-        uniforms=torch.from_numpy(noise(columns.seed[slots], columns.index[slots], positions)),
+        uniforms=torch.from_numpy(uniforms_of(table, slots, positions)),
         any_sampled=not bool(greedy.all()),
         any_filtered=any_filtered,
         want_raw=bool(columns.want_raw[slots].any()),
@@ -365,6 +364,10 @@ def sampling_batch(table: "RequestTable", slots: np.ndarray, positions: np.ndarr
         special=_special_rows(table, slots, positions),
         given=_given(table, slots, positions),
     )
+
+
+def uniforms_of(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return noise(table.sampling.stream[slots], positions)
 
 
 def _given(table: "RequestTable", slots: np.ndarray, positions: np.ndarray) -> Tensor | None:

@@ -123,10 +123,10 @@ class LinearStateSteps:
             return None
         return states.promise(_state(kv), pages - 1)
 
-    def launched(self, slots: np.ndarray, starts: np.ndarray) -> None:
+    def launched(self, slots: np.ndarray, batch: ForwardBatch) -> None:
         if self._states is not None:
-            for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
-                self._states.launched(_state(_kv(self._table, slot)), from_start=start == 0)
+            for slot, end, count in zip(slots.tolist(), batch.kv_lens_host, batch.q_lens_host, strict=True):
+                self._states.launched(_state(_kv(self._table, slot)), from_start=end == count)
 
     def completed(self, slots: np.ndarray, batch: ForwardBatch) -> None:
         if self._states is not None:

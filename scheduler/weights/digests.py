@@ -1,7 +1,7 @@
 """Digests of the checkpoint tensors that this rank holds, kept as they are written.
 
 - The values that came are digested, cast as they are stored, so a digest depends on neither transport
-  nor layout. A tensor that is quantised on writing is digested as it came.
+  nor layout. A tensor that is quantised on writing is digested as it came, or as its values are kept.
 - Each rank digests the rows that it holds. Rows that several hold count once; those that a group of ranks
   holds alike are left to its first rank (``TensorSlot.digested_by``).
 - A complete tensor's digest is never changed, but replaced: a copy of the whole costs a dictionary.
@@ -52,7 +52,7 @@ class WeightDigests:
 
         With ``copy`` they are written here: a row is read once for both.
         """
-        stored = slot.dtype if slot.fills(rows.dtype) is None else rows.dtype
+        stored = slot.kept_dtype(rows.dtype)
         if begins:
             self._open = {
                 held: TensorDigest(NAMES[stored], slot.shape)
@@ -83,14 +83,19 @@ class WeightDigests:
         """Record the digest of a whole tensor, as it is stored, that this rank alone holds or digests."""
         self._held[slot.name] = {slot.owned[0]: TensorDigest(NAMES[slot.dtype], slot.shape, lanes)}
 
+    def have(self, name: str, dtype: str) -> bool:
+        """Return True if ``name`` is digested by itself, as ``dtype`` where this rank has rows of it."""
+        digests = self._held.get(name)
+        return digests is not None and all(digest.dtype == dtype for digest in digests.values())
+
     def change(self, slot: WeightSlot, positions: Tensor, old: Tensor, new: Tensor) -> None:
-        """Replace elements at flat ``positions``, ascending, that this rank holds; values are as stored.
+        """Replace elements at flat ``positions``, ascending, that this rank holds; values are as digested.
 
         Rank 0 has digested all of a tensor that is divided within rows, and other ranks add their changes.
         """
         width, digests = prod(slot.shape[1:]), dict(self._held[slot.name])
         if not (digests or slot.is_whole):
-            digests[range(-1 - self._rank, -self._rank)] = TensorDigest(NAMES[slot.dtype], slot.shape)
+            digests[range(-1 - self._rank, -self._rank)] = TensorDigest(NAMES[new.dtype], slot.shape)
         for held, digest in digests.items():
             first, last = 0, len(positions)
             if held.start >= 0:

@@ -52,4 +52,4 @@ class LoadedModel(LoadedWeights):
 
     @property
     def _sharing_heads(self) -> TensorParallel:
-        return self.parallel if self.model.attention_rows is None else SINGLE
+        return self.parallel if self.model.rank_rows is None else SINGLE

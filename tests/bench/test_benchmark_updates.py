@@ -47,7 +47,9 @@ def test_references_put_every_byte_into_its_place(weights, kind, bucket_bytes, t
 
 @pytest.mark.slow
 def test_every_transport_is_measured():
-    options = argparse.Namespace(threads=1, transports=TRANSPORTS, bucket_bytes=4 << 20, repeats=1)
+    options = argparse.Namespace(
+        threads=1, transports=TRANSPORTS, bucket_bytes=4 << 20, repeats=1, quantization="auto"
+    )
     size = weight_update.run_model("dense", options, SHAPES["tiny"])
     assert tuple(size["rows"]) == TRANSPORTS
     for transport, row in size["rows"].items():

@@ -49,6 +49,7 @@ import datasets
 import torch
 import trl
 from trl.generation.vllm_client import VLLMClient
+from vllm.utils.network_utils import get_open_port
 
 url, model, output = sys.argv[1:]
 # TRL sends weights from CUDA devices only; gloo takes them from the host.
@@ -64,6 +65,7 @@ def reward(completions, **_):
 config = trl.GRPOConfig(
     output_dir=output, per_device_train_batch_size=4, num_generations=4, max_steps=3, learning_rate=1e-3,
     max_completion_length=12, temperature=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url=url,
+    vllm_group_port=get_open_port(),
     logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False, seed=1, beta=0.0,
 )
 rows = [{"prompt": [{"role": "user", "content": f"Count to {n}."}]} for n in range(8)]

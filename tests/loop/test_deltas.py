@@ -29,6 +29,7 @@ from caesura.io_struct import (
     TensorSpec,
     UpdateWeightsFromTensorReqInput,
 )
+from caesura.scheduler.layers.scaled_blocks import quantize
 from caesura.scheduler.weights import source
 from caesura.scheduler.weights.staged_delta import _Elements, _Rows
 from caesura.transfer.weight_delta import DELTA_FILE, DeltaMetadata, write_delta
@@ -37,6 +38,7 @@ from caesura.transfer.weight_digest import digest_of
 WEIGHTS = "model.safetensors"
 EPOCH = DeltaBase(base_epoch=0)
 NORM, HEAD, TABLE = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 PROMPT = [5, 6, 7] * 20
 
 
@@ -139,24 +141,211 @@ def test_values_are_cast_as_in_a_cold_load(dtype, tmp_path):
         assert checksums(driver) == versions.cold(dtype=dtype)
 
 
-def test_deltas_of_int8_weights_are_refused(tmp_path):
+def test_elements_of_quantised_weights_need_originals(tmp_path):
     versions = Versions(tmp_path, "qwen3", dtype=torch.bfloat16, tied=True)
-    table = {TABLE: versions.new[TABLE]}
-    write_like(versions.first, versions.second, versions.old | table)
-    after = versions.cold(quantization="int8")
+    after, digest = versions.cold_digest(quantization="int8")
     with versions.engine(quantization="int8") as driver:
         before = checksums(driver)
         error = assert_error(by_tensor(driver, versions.sent, EPOCH, tmp_path), "weight_mismatch")
         reasons = {each["name"]: each["reason"] for each in error.detail["mismatched"]}
-        assert "is quantised here" in reasons["model.layers.0.self_attn.q_proj.weight"]
-        sparse = SentDelta(versions.old, table)
-        error = assert_error(by_tensor(driver, sparse, EPOCH, tmp_path), "unsupported")
-        assert error.detail["name"] == TABLE
+        assert "quantization_originals" in reasons[Q_PROJ]
+        assert TABLE not in reasons
         assert checksums(driver) == before != after
-        ok(by_tensor(driver, SentDelta(versions.old, table, whole=[TABLE]), EPOCH, tmp_path))
+        whole = [name for name in versions.new if name != TABLE]
+        sent = SentDelta(versions.old, versions.new, whole=whole)
+        assert ok(by_tensor(driver, sent, EPOCH, tmp_path)).digest == digest
         assert checksums(driver) == after
         ok(driver.call(RollbackWeightsReqInput()))
         assert checksums(driver) == before
+
+
+KEPT = {"quantization_originals": True}
+WIDE = {"dtype": torch.bfloat16, "hidden_size": 64}
+QUANTISED = {
+    "int8": ("qwen3", {**WIDE, "tied": True}, {"quantization": "int8"}),
+    "int4": ("qwen3-moe", WIDE, {"quantization": "int4"}),
+    "mxfp4, latent": ("deepseek-v3", WIDE, {"quantization": "mxfp4"}),
+    "int4, linear attention": ("qwen3.5", {"dtype": torch.bfloat16}, {"quantization": "int4"}),
+    "int8, gated": ("qwen3.5-moe", {"dtype": torch.bfloat16}, {"quantization": "int8"}),
+    "fp8": ("qwen3", {**WIDE, "dtype": torch.bfloat16}, {"quantization": "fp8"}),
+    "fp8 experts": ("deepseek-v3", WIDE, {"quantization": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_delta_of_quantised_weights_is_a_cold_load(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "ELEMENTS", 8)
+    monkeypatch.setattr(source, "SPAN", 300)
+    family, options, quantization = QUANTISED[name]
+    check_delta(Versions(tmp_path, family, **options), tmp_path, **quantization, **KEPT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "family", "options", "quantization"), quick([
+    (2, "qwen3", {"num_attention_heads": 16, "head_dim": 16, "intermediate_size": 64, "tied": True}, "int4"),
+    (2, "qwen3-moe", {"num_attention_heads": 16, "head_dim": 16, "moe_intermediate_size": 64}, "mxfp4"),
+]))  # fmt: skip
+def test_ranks_quantise_what_a_delta_changes(tp, family, options, quantization, tmp_path):
+    versions = Versions(tmp_path, family, **WIDE, **options)
+    check_delta(versions, tmp_path, tp=tp, quantization=quantization, **KEPT)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "mxfp4"])
+def test_quantised_weights_follow_any_updates(quantization, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "ELEMENTS", 4)
+    sizes = {"hidden_size": 48, "intermediate_size": 264, "num_hidden_layers": 1}
+    versions = Versions(tmp_path, "qwen3", dtype=torch.bfloat16, **sizes)
+    with versions.engine(quantization=quantization, check_finite=True, **KEPT) as driver:
+        slots = driver.engine.model.weight_slots()
+        blocks = driver.engine.model.config.quantization
+
+        @settings(max_examples=examples(10))
+        @given(
+            steps=st.lists(st.sampled_from(["delta", "mixed", "rollback", "broken", "full"]), max_size=4),
+            share=st.sampled_from([0.001, 0.02, 0.1]),
+            seed=st.integers(0, 1 << 20),
+        )
+        def each(steps, share, seed):
+            ok(driver.update(versions.first))
+            now, before = versions.old, None
+            for number, step in enumerate(steps):
+                new = some_changed(now, share, seed + number)
+                if step == "rollback" and before is not None:
+                    ok(driver.call(RollbackWeightsReqInput()))
+                    now, before = before, None
+                elif step == "broken":
+                    new[Q_PROJ][1, 3] = torch.inf
+                    reply = by_tensor(driver, SentDelta(now, new), DeltaBase(), tmp_path)
+                    assert_error(reply, "weights_not_finite")
+                elif step == "full":
+                    ok(driver.update(versions.second))
+                    now, before = versions.new, None
+                else:
+                    whole = sorted(new)[number::4] if step == "mixed" else []
+                    reply = ok(by_tensor(driver, SentDelta(now, new, whole), DeltaBase(), tmp_path))
+                    assert reply.digest == digest_of(new)
+                    now, before = new, now
+            for name, value in now.items():
+                scales = slots[name].fills(value.dtype)
+                if scales is None:
+                    assert torch.equal(slots[name].read().view(torch.int16), value.view(torch.int16))
+                else:
+                    own = blocks.of_head if name == HEAD else blocks
+                    numbers, factors = quantize(value.float(), own)
+                    assert torch.equal(slots[name].read(), numbers), name
+                    assert torch.equal(slots[scales].read(), factors), name
+
+        each()
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantised")
+    versions = Versions(folder, "qwen3", dtype=torch.bfloat16, tied=True)
+    return versions, versions.cold(quantization="int4", **KEPT)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_quantised_weights_take_deltas_by_any_transport(road, quantised, tmp_path):
+    versions, after = quantised
+    with versions.engine(quantization="int4", **KEPT) as driver:
+        before = checksums(driver)
+        reply = ok(ROADS[road](driver, versions.sent, EPOCH, tmp_path, report="full"))
+        assert reply.cast_tensors == sum("proj" in name for name in versions.new)
+        assert reply.report.groups.keys() == {"norms", "embeddings"}
+        assert checksums(driver) == after
+        ok(driver.call(RollbackWeightsReqInput()))
+        assert checksums(driver) == before
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_swap_of_quantised_weights_that_fails_is_undone(undone, quantised, tmp_path):
+    versions, after = quantised
+    with versions.engine(quantization="int4", **KEPT) as driver:
+        before, digest = checksums(driver), driver.status().digest
+        faults = {20} if undone else range(1000)  # between the blocks of two tensors
+        with Fault(_Elements, "swap", RuntimeError("no memory"), faults, after=True):
+            assert_error(by_tensor(driver, versions.sent, EPOCH, tmp_path), "internal")
+        driver.assert_status(weights="valid" if undone else "poisoned", weights_epoch=0, digest=digest)
+        if undone:
+            assert checksums(driver) == before
+            ok(by_tensor(driver, versions.sent, EPOCH, tmp_path))
+            assert checksums(driver) == after
+
+
+def test_values_that_came_as_codes_take_no_elements(quantised, tmp_path):
+    versions, after = quantised
+    with versions.engine(quantization="int4", **KEPT) as driver:
+        slots = driver.engine.model.weight_slots()
+        stored = {name: slots[name].read() for name in (Q_PROJ, f"{Q_PROJ}_scale_inv")}
+        sent = SentDelta({}, stored, whole=stored)
+        error = assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "weight_mismatch")
+        assert {each["name"] for each in error.detail["mismatched"]} == stored.keys()
+        assert "values before" in error.detail["mismatched"][0]["reason"]
+        message = UpdateWeightsFromTensorReqInput(specs=sent.specs)
+        ok(driver.call(message, buffers=[memoryview(sent.buffer)]))
+        error = assert_error(by_tensor(driver, versions.sent, DeltaBase(), tmp_path), "weight_mismatch")
+        assert [each["name"] for each in error.detail["mismatched"]] == [Q_PROJ]
+        ok(driver.update(versions.first))
+        ok(by_tensor(driver, versions.sent, DeltaBase(), tmp_path))
+        assert checksums(driver) == after
+
+
+def test_elements_far_apart_are_in_several_pieces():
+    new = torch.zeros(5000, 1024)
+    new.view(-1)[::100_000] = 1.0
+    sent = SentDelta({"a": torch.zeros(5000, 1024)}, {"a": new})
+    data = torch.frombuffer(sent.buffer, dtype=torch.uint8)
+    pieces = list(source.cut(sent.specs[0], data, 1 << 20))
+    positions = [piece.positions for piece in pieces if piece.positions is not None]
+    assert torch.equal(torch.cat(positions), torch.arange(0, 5000 * 1024, 100_000))
+    assert len(positions) > 3
+    assert all(each[-1] - each[0] < source.SPAN + 128 * 1024 for each in positions)
+
+
+def test_scales_alone_end_the_originals(quantised, tmp_path):
+    versions, _ = quantised
+    with versions.engine(quantization="int8", **KEPT) as driver:
+        scales = f"{Q_PROJ}_scale_inv"
+        doubled = {scales: driver.engine.model.weight_slots()[scales].read() * 2}
+        sent = SentDelta({}, doubled, whole=doubled)
+        message = UpdateWeightsFromTensorReqInput(specs=sent.specs)
+        ok(driver.call(message, buffers=[memoryview(sent.buffer)]))
+        error = assert_error(by_tensor(driver, versions.sent, DeltaBase(), tmp_path), "weight_mismatch")
+        assert Q_PROJ in {each["name"] for each in error.detail["mismatched"]}
+
+
+def test_no_delta_has_scales_and_what_brings_them(quantised, tmp_path):
+    versions, _ = quantised
+    with versions.engine(quantization="int8") as driver:
+        before, scales = checksums(driver), f"{Q_PROJ}_scale_inv"
+        given = {scales: driver.engine.model.weight_slots()[scales].read() * 2}
+        session = {"session_id": driver.begin()}
+        ok(by_tensor(driver, SentDelta({}, given, whole=given), EPOCH, tmp_path, **session))
+        whole = SentDelta({}, {Q_PROJ: versions.new[Q_PROJ]}, whole=[Q_PROJ])
+        reply = by_tensor(driver, whole, EPOCH, tmp_path, **session)
+        mismatched = assert_error(reply, "weight_mismatch").detail["mismatched"]
+        assert mismatched == [{"name": Q_PROJ, "reason": "comes twice"}]
+        assert checksums(driver) == before
+
+
+def test_elements_of_codes_need_a_tensor_of_codes(quantised, tmp_path):
+    versions, _ = quantised
+    with versions.engine(quantization="int8") as driver:
+        slots, before = driver.engine.model.weight_slots(), checksums(driver)
+        stored = {name: slots[name].read().clone() for name in (Q_PROJ, f"{Q_PROJ}_scale_inv")}
+        changed = {name: values.clone() for name, values in stored.items()}
+        changed[Q_PROJ][0, 0] = 1 if stored[Q_PROJ][0, 0] != 1 else 2
+        changed[f"{Q_PROJ}_scale_inv"][0, 0] *= 2
+        sent = SentDelta(stored, changed)
+        error = assert_error(by_tensor(driver, sent, EPOCH, tmp_path), "weight_mismatch")
+        assert {each["name"] for each in error.detail["mismatched"]} == stored.keys()
+        assert checksums(driver) == before
+        codes = SentDelta({}, stored, whole=stored)
+        message = UpdateWeightsFromTensorReqInput(specs=codes.specs)
+        ok(driver.call(message, buffers=[memoryview(codes.buffer)]))
+        digest = ok(by_tensor(driver, sent, DeltaBase(), tmp_path)).digest
+        assert digest == digest_of({**versions.old, **changed})
 
 
 @pytest.fixture(scope="module")

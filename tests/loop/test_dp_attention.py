@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.checkpoints import make_checkpoint
 from support.faults import Fault
 from support.lanes import quick
@@ -56,6 +57,14 @@ def assert_same(found: list[GenerateReqOutput], expected: list[GenerateReqOutput
         for name in ("output_logprobs", "input_logprobs"):
             pair = [np.frombuffer(getattr(each, name) or b"", np.float32) for each in (ours, theirs)]
             np.testing.assert_allclose(*pair, atol=1e-4)
+        if theirs.hidden_states is not None:
+            torch.testing.assert_close(states_of(ours), states_of(theirs), atol=1e-4, rtol=1e-4)
+
+
+def states_of(result: GenerateReqOutput) -> torch.Tensor:
+    found = result.hidden_states
+    assert found is not None
+    return torch.frombuffer(bytearray(found.data), dtype=torch.float32).view(found.shape)
 
 
 @dataclass
@@ -69,16 +78,26 @@ class Pair:
     has_experts: bool
 
 
-@pytest.fixture(
-    scope="module",
-    params=quick(["deepseek-v3 2 1", "qwen3-moe 3 1", "qwen3 4 1", "llama 2 1", "deepseek-v2 3 3"]),
-)
+DIVISIONS = {
+    "deepseek-v3 2 1": {},
+    "deepseek-v3 3 3": {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "qwen3-moe 3 1": {},
+    "qwen3 4 1": {},
+    "llama 2 1": {},
+    "deepseek-v2 3 3": {},
+    "qwen3-moe 4 4": {"num_experts_per_tok": 2, "num_experts": 8},
+    "qwen2-moe 4 2": {"num_experts_per_tok": 1, "num_experts": 6},
+}
+"""Family, ranks and groups of whole experts, to sizes; with few of many experts, rows go to these alone."""
+
+
+@pytest.fixture(scope="module", params=quick(DIVISIONS, 2))
 def shared(request, tmp_path_factory) -> Iterator[Pair]:
-    """Family, ranks, and groups of whole experts."""
     family, size, ep = request.param.split()
     path, other = (tmp_path_factory.mktemp(f"model-{seed}") for seed in (0, 1))
     for seed, folder in enumerate((path, other)):
-        make_checkpoint(folder, family, seed=seed, max_position_embeddings=512)
+        sizes = DIVISIONS[request.param]
+        make_checkpoint(folder, family, seed=seed, max_position_embeddings=512, **sizes)
     with (
         EngineDriver(str(path), tp=int(size), dp_attention=int(size), ep=int(ep), **OPTIONS) as ranks,
         EngineDriver(str(path), **OPTIONS) as alone,
@@ -104,6 +123,32 @@ def test_results_are_those_of_one_rank(pair):
     cached = outputs(pair.ranks, **later)
     assert sum(each.cached_tokens for each in cached) > 200
     assert_same(cached, outputs(pair.alone, **later))
+
+
+@pytest.mark.parametrize("layers", [[-1], [0, 1, -1]])
+def test_hidden_states_and_forced_tokens_are_those_of_one_rank(pair, layers):
+    found = []
+    for driver in (pair.ranks, pair.alone):
+        driver.flush()
+        rids = [
+            driver.generate(
+                prompt(number),
+                sampling_params=SamplingParams(
+                    max_new_tokens=9,
+                    ignore_eos=True,
+                    temperature=1.0,
+                    seed=number,
+                    forced_output_ids=[9 + number, 17, 5] if number % 2 else None,
+                ),
+                return_logprob=True,
+                return_hidden_states=True,
+                hidden_states_layers=layers,
+            )
+            for number in range(len(LENGTHS))
+        ]
+        driver.run_until_idle()
+        found.append([driver.result(rid) for rid in rids])
+    assert_same(*found)
 
 
 def test_ranks_hold_tokens_of_their_own(pair):

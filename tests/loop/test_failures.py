@@ -66,8 +66,14 @@ def new_weights(driver, request):
     return request.getfixturevalue("other_model")
 
 
-BUILDING = ("schedule", "open", "extend", "bind", "noise", "build")
+REPEATING = ("arrays", "repeat")
+"""Stages without states of sequences alone."""
+BUILDING = ("schedule", "open", "extend", "bind", "noise", "build", *REPEATING)
 COMPUTING = ("execute", "outputs", "fetch")
+
+
+def never_reached(driver: EngineDriver, stage: str) -> bool:
+    return stage in REPEATING and driver.engine.cache.states is not None
 
 
 @pytest.mark.parametrize(("stage", "error"), every(product(STAGES, [BUG, NO_MEMORY[1]]), 3), ids=str)
@@ -77,7 +83,7 @@ def test_a_stage_that_fails_once(driver, stage, error):
         with Fault(*STAGES[stage](driver), error, {number}) as fault:
             results = results_of(driver, submit(driver))
         check_everybody(driver, {})
-        assert fault.raised or number > 2, "the stage was not reached"
+        assert fault.raised or number > 2 or never_reached(driver, stage), "the stage was not reached"
         failures += fault.raised
         kinds = {result.finish_reason.type for result in results}
         if stage in BUILDING or stage == "send" or (stage in COMPUTING and error is not BUG):
@@ -103,7 +109,8 @@ def test_a_stage_that_fails_for_some_time(driver, stage):
         for rid in rids:
             for index in range(2):
                 assert driver.result(rid, index).finish_reason.type in ("error", "length")
-        assert driver.result(next(iter(rids)), 0).finish_reason.type == "error" or stage == "donate"
+        ended = driver.result(next(iter(rids)), 0).finish_reason.type
+        assert ended == "error" or stage == "donate" or never_reached(driver, stage)
     check_everybody(driver, {})
 
 

@@ -377,9 +377,31 @@ def test_what_is_missing_is_named(tiny_model, model, monkeypatch):
         assert (reply.code, "caesura[grammar]" in reply.message) == (ErrorCode.UNSUPPORTED, True)
 
 
+def test_a_small_grammar_passes_slow_ones(model, monkeypatch):
+    small, *long = sorted(("json", "choice", "regex"), key=lambda kind: len(TEXTS[kind]))
+    work = []
+    monkeypatch.setattr(engine_grammar, "in_deep_thread", work.append)
+    monkeypatch.setattr(engine_grammar, "SMALL", len(TEXTS[small]))
+    with engine(model) as driver:
+        slow = [driver.generate(prompt_of(5), sampling_params=asked(kind, 0)) for kind in long]
+        driver.tick(3)
+        assert len(work) == engine_grammar.THREADS
+        third = driver.generate(prompt_of(5), sampling_params=asked(small, 0))
+        driver.tick(3)
+        work.pop()()
+        driver.tick(100)
+        assert driver.result(third).finish_reason.type == "stop"
+        assert driver.status().grammars.waiting == len(slow)
+        for waiting in work:
+            waiting()
+        driver.tick(100)
+        assert not driver.engine.live
+
+
 def test_others_go_on_while_a_grammar_is_compiled(model, monkeypatch):
     work = []
     monkeypatch.setattr(engine_grammar, "in_deep_thread", work.append)
+    monkeypatch.setattr(engine_grammar, "SMALL", 0)
     with engine(model) as driver:
         slow = [
             driver.generate(prompt_of(5), sampling_params=asked(kind, 0))

@@ -124,6 +124,28 @@ def test_bfloat16_keeps_latents_in_float32(tmp_path):
     assert result.finish_reason.type == "length"
 
 
+@pytest.mark.parametrize(
+    ("make", "pipeline", "options"),
+    [
+        pytest.param(make_sd3, StableDiffusion3Pipeline, SD3, id="sd3"),
+        pytest.param(make_flux, FluxPipeline, FLUX, id="flux"),
+        pytest.param(make_qwen_image, QwenImagePipeline, QWEN, id="qwen"),
+    ],
+)
+def test_bfloat16_is_as_near_float32_as_diffusers(tmp_path, make, pipeline, options):
+    path, (ours, options, _) = make(tmp_path / "pipeline"), options
+    with EngineDriver(str(path), scripted=False, dtype="bfloat16") as driver:
+        results = run(driver, n=2, guidance_scale=4.0, **ours)
+    latents = torch.from_numpy(np.stack([tensors_of(each)["latents"] for each in results]))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = load_pipeline(path, pipeline).to(torch.bfloat16).to(dtype)
+        call = partial(theirs, ["a red"] * 2, width=24, height=16, num_inference_steps=STEPS, **options(4.0))
+        found.append(call(latents=latents[:, 0].to(dtype), output_type="latent").images.float())
+    errors = [(each - found[0]).square().mean().sqrt() for each in (latents[:, -1], found[1])]
+    assert errors[0] <= 3 * errors[1]  # they round the timesteps in other places
+
+
 def start(path, **options):
     with pytest.raises(CaesuraError) as refused:
         EngineDriver(str(path), scripted=False, **options)

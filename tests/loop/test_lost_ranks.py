@@ -163,7 +163,12 @@ def test_a_command_that_waits_for_an_answer_is_told(driver, worker):
 def models(tmp_path_factory):
     paths = [tmp_path_factory.mktemp("models") / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
-        sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36}
+        sizes = {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "hidden_size": 36,
+            "num_experts_per_tok": 1,
+        }
         make_checkpoint(path, "deepseek-v3", seed=seed, **sizes)
     return paths
 
@@ -196,12 +201,12 @@ def continued(driver, models):
 
 CALLS: dict[str, Callable[[EngineDriver, Any], Any]] = {
     "write": updated,
+    "commit_delta": changed,
     "derive": updated,
     "release": released,
     "open": updated,
     "digests": updated,
     "swap": changed,
-    "commit_delta": changed,
     "resume": resumed,
     "empty": continued,
     "synchronize": lambda driver, models: PauseGenerationReqInput(mode="in_place"),
@@ -212,12 +217,17 @@ CALLS: dict[str, Callable[[EngineDriver, Any], Any]] = {
 
 
 @pytest.fixture
-def killed_before(monkeypatch):
-    """Return a function that kills the last rank when it is called next, before the call reaches it.
+def workers() -> Iterator[list[psutil.Process]]:
+    """Yield a list for processes, none of which outlives the test."""
+    found: list[psutil.Process] = []
+    yield found
+    assert found
+    eventually(lambda: all(has_ended(each) for each in found))
 
-    No worker outlives the test.
-    """
-    workers: list[psutil.Process] = []
+
+@pytest.fixture
+def killed_before(monkeypatch, workers):
+    """Return a function that kills the last rank when it is called next, before the call reaches it."""
 
     def kill(method: str) -> None:
         send = Workers.send_to
@@ -230,9 +240,7 @@ def killed_before(monkeypatch):
 
         monkeypatch.setattr(Workers, "send_to", send_to)
 
-    yield kill
-    assert workers
-    eventually(lambda: all(has_ended(each) for each in workers))
+    return kill
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -243,7 +251,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def start(models, killed_before):
+def start(models, workers):
     """Return a function that starts an engine of three ranks, the last one over gloo if ``joins``."""
     with ExitStack() as stack:
 
@@ -279,10 +287,33 @@ def test_a_rank_that_is_killed_at_a_call_ends_the_engine(start, models, killed_b
     driver.collect()
     for rid in rids:
         assert driver.result(rid).finish_reason.code == "engine_died"
-    if message and method != "commit_delta":  # this one is not waited for: the update has been answered
+    if message:
         reply = driver.replies[command]
         assert isinstance(reply, ErrorReply)
         assert reply.code == "engine_died"
+
+
+@pytest.mark.parametrize("joins", quick([False, True]))
+@pytest.mark.parametrize("method", quick(["all_to_all", "gather_rows", "reduce_scatter"]))
+def test_a_rank_that_is_killed_in_a_collective_ends_the_engine(start, workers, monkeypatch, method, joins):
+    driver = start(joins=joins)
+    rids = [driver.generate([1, 2, 3 + number], 100) for number in range(4)]
+    driver.tick(3)
+    workers += [psutil.Process(rank.pid) for rank in driver.status().ranks]
+    group = driver.engine.executor.parallel
+    call = getattr(group, method)
+
+    def entered(*arguments: Any) -> Any:
+        workers[-1].kill()
+        return call(*arguments)
+
+    monkeypatch.setattr(group, method, entered)
+    rids.append(driver.generate([1, 2] * 9, 100))  # rows of prompts alone are exchanged
+    with pytest.raises(EngineEndsError, match=LOST):
+        driver.engine.scheduler.run()
+    driver.collect()
+    for rid in rids:
+        assert driver.result(rid).finish_reason.code == "engine_died"
 
 
 @pytest.mark.parametrize("joins", quick([True, False]))

@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
-from support.scripted import EngineDriver
+from safetensors.torch import load_file
+from support.deltas import SentDelta, by_tensor
+from support.scripted import EngineDriver, ok
+
+from caesura.io_struct import DeltaBase, RollbackWeightsReqInput
 
 pytest.importorskip("diffusers")
 from support import image_requests
@@ -94,6 +98,19 @@ def test_only_an_update_of_an_encoder_ends_entries(driver, other_sd3):
     with EngineDriver(str(other_sd3), scripted=False) as cold:
         expected = run(cold, request())[0]
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_delta_of_an_encoder_ends_entries(driver, sd3, other_sd3, tmp_path):
+    old, new = (load_file(each / "text_encoder" / "model.safetensors") for each in (sd3, other_sd3))
+    found = [run(driver, request())[0]]
+    ok(by_tensor(driver, SentDelta(old, new), DeltaBase(), tmp_path, component="text_encoder"))
+    found.append(run(driver, request())[0])
+    ok(driver.call(RollbackWeightsReqInput()))
+    found.append(run(driver, request())[0])
+    before, after, again = (each["prompt_embeds"] for each in found)
+    assert not np.array_equal(before, after)
+    assert np.array_equal(before, again)
+    assert counts(driver) == (0, 3, 1)
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])

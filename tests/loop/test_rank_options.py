@@ -272,4 +272,4 @@ def test_ranks_that_cut_fp8_blocks_start_none(tmp_path, no_workers):
     (tmp_path / "config.json").write_text(json.dumps(config))
     error = refusal(tmp_path, tp=8)
     assert error.code == "unsupported_model"
-    assert "moe_intermediate_size [672, 768) of 768 cut its FP8 blocks of 128" in error.message
+    assert "moe_intermediate_size [672, 768) of 768 cut its blocks of 128" in error.message

@@ -1,12 +1,12 @@
-"""Builds the images of docker/Dockerfile without a Docker engine, starts each, generates over HTTP and
-trains.
+"""Builds the images of docker/Dockerfile without a Docker engine, starts each, runs the health checks and
+probes of its manifests, generates over HTTP and trains, also on two Ray nodes.
 
 Invariants:
 - What runs is what the images say: entry point, command, user and environment are read from them; the only
-  arguments added are the address, so that nothing listens beyond loopback.
+  arguments added are addresses, so that nothing listens beyond loopback, and the sizes of Ray's nodes.
 - Containers are buildah's with chroot isolation: files and users are the image's, network and processes are
-  the host's. Read-only roots, dropped capabilities, health checks and networks of docker/compose.yaml are
-  therefore not tried.
+  the host's. Read-only roots, dropped capabilities and networks of docker/compose.yaml are therefore not
+  tried.
 - The base image is a Debian bookworm made by debootstrap with Debian's Python 3.11, under the name that the
   Dockerfile asks for. It stands in for Docker's official image, and is not that image.
 
@@ -27,10 +27,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
 BASE = "python:3.11-slim"
@@ -71,7 +74,7 @@ def main() -> int:
             buildah.build(target, pip_settings(work))
         try_images(buildah, Path(temporary))
         try_demo(buildah, Path(temporary))
-        try_ray(buildah)
+        try_ray(buildah, Path(temporary))
     print("images: ok")
     return 0
 
@@ -140,10 +143,7 @@ class Buildah:
         return ["buildah", *map(str, (*self._options, verb, *arguments))]
 
     def has(self, image: str) -> bool:
-        return (
-            subprocess.run(self.command("inspect", "--type=image", image), capture_output=True).returncode
-            == 0
-        )
+        return succeeds(self.command("inspect", "--type=image", image))
 
     def build(self, target: str, options: list[str]) -> None:
         started = time.monotonic()
@@ -213,11 +213,51 @@ def end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def try_ray(buildah: Buildah) -> None:
-    """Check that a login shell finds Ray's programs, and the manifest's trainer what it imports."""
-    container = container_of(buildah, "ray", ())
-    print(run(*container.command("bash", "-lc", "ray --version && python examples/ray_trainer.py --help")))
-    buildah("rm", container.name)
+def try_ray(buildah: Buildah, folder: Path) -> None:
+    """Train on a head and a worker of Ray in a container each, which answer the probes of the Ray job.
+
+    They are started by a login shell, as by KubeRay.
+    """
+    cluster = manifest("examples/cluster/rayjob.yaml")["spec"]["rayClusterSpec"]
+    groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
+    shared = folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    gcs, dashboard = f"127.0.0.2:{free_port()}", free_port()
+    parts = (
+        f"--head --port {gcs.rpartition(':')[2]} --dashboard-host 127.0.0.1 --dashboard-port {dashboard}",
+        f"--address {gcs}",
+    )
+    with ExitStack() as stack:
+        for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+            container = container_of(buildah, "ray", (f"--volume={shared}:/shared",))
+            stack.callback(buildah, "rm", container.name)
+            if number == 0:
+                head = container
+            agent = free_port()
+            node = f"--node-ip-address 127.0.0.{2 + number} --num-cpus 1 --object-store-memory 100000000"
+            command = f"ray start {part} {node} --dashboard-agent-listen-port {agent} --block"
+            container = replace(container, start=("bash", "-lc", f"exec {command} --disable-usage-stats"))
+            process = stack.enter_context(container.started(folder / f"ray-{number}.log"))
+            (pod,) = group["template"]["spec"]["containers"]
+            for name in ("livenessProbe", "readinessProbe"):
+                probe = [
+                    word.replace(":52365", f":{agent}").replace(":8265", f":{dashboard}")
+                    for word in pod[name]["exec"]["command"]
+                ]
+                wait_for(partial(succeeds, container.command(*probe)), process)
+        script = "python examples/ray_trainer.py --replicas 2 --steps 3 --shared-folder /shared"
+        said = run(*head.command("bash", "-lc", script, RAY_ADDRESS=gcs))
+    assert "2 replicas" in said.splitlines()[-1], said
+    print(f"ray: {said.splitlines()[-1]}")
+
+
+def manifest(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+
+
+def succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def container_of(buildah: Buildah, target: str, mounts: tuple[str, ...]) -> Container:
@@ -259,6 +299,9 @@ def try_images(buildah: Buildah, folder: Path) -> None:
             folder / "front.log", *address, CAESURA_API_KEY=KEY, CAESURA_ADMIN_KEY=KEY
         ) as process:
             wait_for(lambda: ask(port, "/health") is not None, process)
+            for container, service in ((engine, "scheduler"), (front, "http")):
+                _, *check = manifest("docker/compose.yaml")["services"][service]["healthcheck"]["test"]
+                run(*container.command(*(word.replace(":30000", f":{port}") for word in check)))
             generate(port)
     buildah("rm", engine.name, front.name)
 

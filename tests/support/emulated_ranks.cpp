@@ -64,7 +64,8 @@ void run_rank(int rank, int memory_of_all, std::vector<E>& x) {
     Collective c = {memory, rank, RANKS, BUFFER, 300000000000, own, 0, 0, 0, -1};
     find<void(Collective*)>("caesura_collective_assemble")(&c);
     const char* name = sizeof(E) == 4 ? "f32" : std::is_same_v<E, bf16> ? "bf16" : "f16";
-    find<void(Collective*, void*, int64_t, int)>(std::string("caesura_all_reduce_") + name)(&c, x.data(), SIZE, 2);
+    const auto reduce = find<void(Collective*, void*, int64_t, int64_t, int64_t, int)>(std::string("caesura_reduce_") + name);
+    reduce(&c, x.data(), SIZE, 0, SIZE, 2);
     find<void(Collective*)>("caesura_barrier")(&c);
     if (c.failure) fprintf(stderr, "rank %d: failure %d\n", rank, c.failure), exit(1);
 }

@@ -65,15 +65,14 @@ inline void dot(int sums, int a, int b) {
             }
 }
 
-// sums[m][n] += the four products of bytes at a[m][4 k] and b[k][4 n]; X: those of a are signed, or not
-template <class X>
-void dot_bytes(int sums, int a, int b) {
+// sums[m][n] += the four products of signed bytes at a[m][4 k] and b[k][4 n]
+inline void dot_bytes(int sums, int a, int b) {
     for (int m = 0; m < tile(sums).rows; m++)
         for (int n = 0; n < tiles[sums].row_bytes / 4; n++) {
             int32_t sum;
             std::memcpy(&sum, tiles[sums].data[m] + 4 * n, 4);
             for (int k = 0; k < tiles[a].row_bytes; k++)
-                sum += (X)tiles[a].data[m][k] * (int8_t)tiles[b].data[k / 4][4 * n + k % 4];
+                sum += (int8_t)tiles[a].data[m][k] * (int8_t)tiles[b].data[k / 4][4 * n + k % 4];
             std::memcpy(tiles[sums].data[m] + 4 * n, &sum, 4);
         }
 }
@@ -85,15 +84,13 @@ void dot_bytes(int sums, int a, int b) {
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
-#undef _tile_dpbusd
 #define _tile_loadconfig fake_amx::load_config
 #define _tile_release fake_amx::release
 #define _tile_zero fake_amx::zero
 #define _tile_loadd fake_amx::load
 #define _tile_stored fake_amx::store
 #define _tile_dpbf16ps fake_amx::dot
-#define _tile_dpbssd fake_amx::dot_bytes<int8_t>
-#define _tile_dpbusd fake_amx::dot_bytes<uint8_t>
+#define _tile_dpbssd fake_amx::dot_bytes
 
 // What native.cpp asks for.
 #define __builtin_cpu_supports(feature) 1

@@ -10,7 +10,7 @@ import torch
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import GenerateReqOutput
-from caesura.scheduler.scheduling import sampling
+from caesura.scheduler.scheduling import batcher, sampling
 
 VOCAB = 97
 PROMPTS = [
@@ -30,6 +30,8 @@ STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "bind": lambda driver: (driver.engine.batcher.table, "bind"),
     "noise": lambda driver: (sampling, "noise"),
     "build": lambda driver: (driver.engine.batcher, "_build"),
+    "arrays": lambda driver: (batcher.StepArrays, "of"),
+    "repeat": lambda driver: (batcher.Batcher, "_repeated"),
     "execute": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),
     "fetch": lambda driver: (driver.runner, "on_fetch"),

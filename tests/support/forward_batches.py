@@ -138,14 +138,16 @@ def load_model(
     *,
     backend: ModelBackend = "native",
     adapters: AdapterSlots | None = None,
-    int8: bool = False,
+    quantization: str = "auto",
     ep: int = 1,
+    dp_attention: int = 1,
 ) -> CausalLM:
     """Return a loaded model on the CPU, or this rank's shard of one."""
     config = load_model_config(path, backend)
-    if int8:
-        config = quantized(config, EngineConfig(model_path=path, device="cpu", quantization="int8"))
-    model = build_model(config, dtype, torch.device("cpu"), parallel, adapters, ep=ep)
+    if quantization != "auto":
+        config = quantized(config, EngineConfig(model_path=path, device="cpu", quantization=quantization))
+    cpu = torch.device("cpu")
+    model = build_model(config, dtype, cpu, parallel, adapters, ep=ep, dp_attention=dp_attention)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

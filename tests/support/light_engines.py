@@ -79,7 +79,11 @@ class LightEngine:
         """Answer everything that has come; return False if the engine died of it."""
         while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             client, header, *_ = self.socket.recv_multipart()
-            request = wire.decode_request(header)
+            try:
+                request = wire.decode_request(header)
+            except wire.CaesuraError as error:
+                self.send(client, [error.to_reply(str(error.detail.pop("id", "")))])
+                continue
             if dies(self.number, request):
                 return False
             try:
@@ -276,6 +280,8 @@ class LightEngines:
     def close(self) -> None:
         self._do(lambda: setattr(self, "_ended", True))
         self._thread.join()
+        self._waker.close()
+        self._woken.close()
 
     def __enter__(self) -> Self:
         return self
@@ -335,8 +341,6 @@ class LightEngines:
         for engine in list(self._by_descriptor.values()):
             self._end(engine)
         self._epoll.close()
-        self._waker.close()
-        self._woken.close()
         self._context.destroy(linger=0)
 
 

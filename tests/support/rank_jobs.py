@@ -7,13 +7,27 @@ from time import monotonic
 
 import numpy as np
 import torch
-from support.forward_batches import PagedModel, Row, Sequence, forward_batch, greedy_sampling, load_model
+from support.edited_logits import bound
+from support.forward_batches import (
+    PagedModel,
+    Row,
+    Sequence,
+    build_attention,
+    forward_batch,
+    greedy_sampling,
+    load_model,
+)
 from torch import Tensor
 
+from caesura.io_struct import GenerateReqInput
 from caesura.scheduler.execution.build import build_components, build_runner
+from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.sampler import Sampler
+from caesura.scheduler.layers.logits_processor import SharedLogits
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.parallel.group import RankLostError, TensorParallel
 from caesura.scheduler.runtime.engine_config import EngineConfig
+from caesura.scheduler.scheduling.sampling import sampling_batch
 
 
 def logits_of(
@@ -35,9 +49,11 @@ def rounds(group: TensorParallel, seed: int, count: int) -> list[bytes]:
     own = torch.Generator().manual_seed(1000 * seed + group.rank)
     found = []
     for _ in range(count):
-        kind, rows, width = (int(torch.randint(0, n, (), generator=choice)) for n in (4, 7, 900))
+        kind, rows, width = (int(torch.randint(0, n, (), generator=choice)) for n in (7, 7, 900))
         dtype = (torch.float32, torch.bfloat16, torch.float16)[int(torch.randint(0, 3, (), generator=choice))]
-        x = torch.randn((rows + 1, width + 1), generator=own).to(dtype)
+        counts = torch.randint(0, 5, (group.size, group.size), generator=choice).tolist()
+        given = {4: counts[0][group.rank], 5: sum(counts[0]), 6: sum(counts[group.rank])}
+        x = torch.randn((given.get(kind, rows + 1), width + 1), generator=own).to(dtype)
         if kind == 0:
             group.all_reduce(x)
         elif kind == 1:
@@ -45,9 +61,15 @@ def rounds(group: TensorParallel, seed: int, count: int) -> list[bytes]:
         elif kind == 2:
             narrow = group.size * (width + 1) - int(torch.randint(0, width + 1, (), generator=choice))
             x = group.all_gather(x, torch.empty((rows + 1, narrow), dtype=dtype))
+        elif kind == 4:
+            x = group.gather_rows(x, counts[0])
+        elif kind == 5:
+            x = group.reduce_scatter(x, counts[0])
+        elif kind == 6:
+            x = group.all_to_all(x, counts)
         else:
             group.broadcast(x, int(torch.randint(0, group.size, (), generator=choice)))
-        found.append(bytes(x.view(torch.uint8).numpy()))
+        found.append(bytes(x.reshape(-1).view(torch.uint8).numpy()))
     group.barrier()
     return found
 
@@ -59,13 +81,38 @@ def large_sum(group: TensorParallel, elements: int, dtype: torch.dtype) -> Tenso
     return x
 
 
-def reduce_for_ever(group: TensorParallel) -> tuple[float, str]:
-    """Reduce until a rank is lost; return the seconds of the last collective, and the error."""
-    x = torch.ones(4096)
+def large_rows(
+    group: TensorParallel, counts: list[list[int]], width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the first ``counts``, sum over all ranks and keep them, and exchange rows by all ``counts``."""
+    rows = counts[0][group.rank], sum(counts[0]), sum(counts[group.rank])
+    own, whole, sent = (numbered_rows(group.rank, each, width, dtype) for each in rows)
+    return (
+        group.gather_rows(own, counts[0]),
+        group.reduce_scatter(whole, counts[0]).clone(),
+        group.all_to_all(sent, counts),
+    )
+
+
+def numbered_rows(seed: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn((rows, width), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def use_for_ever(group: TensorParallel, method: str) -> tuple[float, str]:
+    """Call a collective until a rank is lost; return the seconds of the last call, and the error."""
+    counts = [[1 + rank + other for other in range(group.size)] for rank in range(group.size)]
+    first, own = counts[0], counts[group.rank]
+    rows, arguments = {
+        "all_reduce": (4, ()),
+        "gather_rows": (first[group.rank], (first,)),
+        "reduce_scatter": (sum(first), (first,)),
+        "all_to_all": (sum(own), (counts,)),
+    }[method]
+    x = torch.ones((rows, 1024))
     while True:
         began = monotonic()
         try:
-            group.all_reduce(x)
+            getattr(group, method)(x, *arguments)
         except RankLostError as error:
             return monotonic() - began, f"{error.rank} {error.lost} {error.reason}"
 
@@ -149,6 +196,60 @@ def alone_and_beside_others(
         parts += [paged.step([*beside, sequence])[others] for _ in range(3)]
         found.append(torch.cat(parts))
     return found
+
+
+def prompts_of(owners: list[int], pages: int) -> list[Row]:
+    """Return prompts whose KV the ``owners`` have, in pools of ``pages`` each."""
+    taken = [1 + pages * owner for owner in owners]
+    return [
+        Row([(5 * i + number) % 97 for i in range(3 + 4 * number)], 0, [page + owners[:number].count(owner)])
+        for number, (owner, page) in enumerate(zip(owners, taken, strict=True))
+    ]
+
+
+@torch.inference_mode()
+def rows_each_way(
+    group: TensorParallel, path: str, ep: int, owners: list[int], pages: int
+) -> tuple[int, Tensor, Tensor]:
+    """Return in how many layers rows were exchanged, and logits of prompts with exchanges and without."""
+    model = load_model(path, torch.float32, 1 << 20, group, ep=ep, dp_attention=group.size)
+    _, backend = build_attention(model, torch.float32, 1 + pages)
+    batch, rows, found, exchanged = forward_batch(prompts_of(owners, pages), 0), model.rank_rows, [], []
+    exchange = rows.exchange
+    rows.exchange = lambda goes: exchanged.append(goes) or exchange(goes)
+    for may_exchange in (True, False):
+        own = rows.divide(batch, pages)
+        if own is not None:
+            backend.plan(own)
+        rows.may_exchange &= may_exchange
+        found.append(model.logits(model.forward(batch, backend)).clone())
+    return len(exchanged), *found
+
+
+@torch.inference_mode()
+def sampled_each_way(
+    group: TensorParallel, path: str, messages: list[GenerateReqInput]
+) -> tuple[int, list[list[Tensor | None]], list[list[Tensor | None]]]:
+    """Return the rows that this rank sampled, and results from shared logits and from whole ones."""
+    model = load_model(path, torch.float32, 1 << 20, group, dp_attention=group.size)
+    vocab = model.config.vocab_size
+    table, _ = bound(messages, vocab)
+    slots = np.arange(len(messages))
+    batch = sampling_batch(table, slots, table.length[slots])
+    hidden = torch.randn(len(messages), model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    found = []
+    for head in (model.logits_to_sample, model.logits):
+        logits = head(hidden)
+        if isinstance(logits, SharedLogits):
+            own = len(logits.own)
+        ordinary = Sampler(vocab, len(messages), "cpu", torch.float32)
+        if batch.special is None:
+            out = ordinary.sample(logits, batch)
+        else:
+            out = SpecialSampler(ordinary, vocab, torch.device("cpu")).sample(logits, batch, batch.special)
+        more = [] if out.further is None else [out.further.top_ids, out.further.top, out.further.kept]
+        found.append([out.token_ids, out.logprobs, out.raw_logprobs, out.sampled_logprobs, *more])
+    return own, *found
 
 
 def lost_within_a_step(group: TensorParallel, path: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from caesura.scheduler.layers import experts, fp8_products
 from caesura.scheduler.layers.lora import AdapterSlots
 from caesura.scheduler.models.config import parse_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.weights.loaded_model import LoadedModel
 from caesura.scheduler.weights.loader import WeightLoader
@@ -169,6 +170,7 @@ def traced_engine(
     by_torch: bool = False,
     autotune: bool = True,
     adapters: AdapterSlots | None = None,
+    parallel: TensorParallel = SINGLE,
 ) -> Iterator[TracedEngine]:
     """
     Args:
@@ -178,6 +180,7 @@ def traced_engine(
         by_torch: nothing is computed by kernels in Triton.
         autotune: as ``EngineConfig.autotune``.
         adapters: slots of the engine, which nothing is loaded into.
+        parallel: ranks with rows and whole experts of their own.
     """
     library = Interface(tracer.launch)
     with pytest.MonkeyPatch.context() as patch:
@@ -193,8 +196,9 @@ def traced_engine(
         kernels.why_not_triton.cache_clear()  # what is said of a fake device
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
-        built = build_model(config, torch.bfloat16, DEVICE, adapters=adapters)
-        parts = {"config": config, "model": built, "loader": WeightLoader(built)}
+        size = parallel.size
+        built = build_model(config, torch.bfloat16, DEVICE, parallel, adapters, ep=size, dp_attention=size)
+        parts = {"config": config, "model": built, "loader": WeightLoader(built), "parallel": parallel}
         loaded = LoadedModel(**parts, dtype=torch.bfloat16, device=DEVICE, digest="", adapters=adapters)
         pages = 1 + ROWS * CONTEXT // 16
         engine = EngineConfig(
@@ -205,6 +209,8 @@ def traced_engine(
             context_len=CONTEXT,
             attention_backend=backend,
             autotune=autotune,
+            tp=size,
+            dp_attention=size,
         )
         pool, routing = build.make_pool(loaded, pages), build.build_routing_pool(loaded, pages)
         runner = build.build_runner(engine, loaded, pool, routing)

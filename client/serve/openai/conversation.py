@@ -223,7 +223,7 @@ def planned_exchange(
     fields = common_fields(request)
     logprobs = logprob_fields(request, (request.top_logprobs or 0) if request.logprobs else None)
     if turn is not None:
-        logprobs["return_logprob"] = True
+        logprobs["return_logprob"] |= request.session_id is not None or turn.store is front.sessions
         if request.session_id is not None or after is not None:  # else nobody may ever go on from it
             fields |= turn.lease()
     if exchange.parses:

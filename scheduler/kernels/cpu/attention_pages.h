@@ -12,11 +12,10 @@ struct Block {
         : count(smaller(t.task.end() - begin, BLOCK)) {
         const bool last = begin + BLOCK >= t.task.end();
         const HeadTask& after = last ? next : t;
-        const int64_t after_begin = begin_of(a, next.task);
-        for (int64_t i = 0; i < BLOCK / PAGE; i++) {
-            const int64_t position = begin + i * PAGE, ahead = last ? after_begin + i * PAGE : position + BLOCK;
-            const int64_t here = page_of(a, t, position < t.task.end() ? position : begin);
-            const int64_t later = ahead < after.task.end() ? page_of(a, after, ahead) : here;
+        const int64_t ahead = last ? begin_of(a, next.task) : begin + BLOCK;
+        for (int64_t i = 0; i * PAGE < count; i++) {
+            const int64_t here = t.page_of(begin + i * PAGE);
+            const int64_t later = ahead + i * PAGE < after.task.end() ? after.page_of(ahead + i * PAGE) : here;
             keys[i] = (const E*)a.keys + here * a.size, values[i] = (const E*)a.values + here * a.value_row;
             later_keys[i] = (const E*)a.keys + later * a.size, later_values[i] = (const E*)a.values + later * a.value_row;
         }
@@ -24,12 +23,6 @@ struct Block {
 
     // The first block that any token of a task sees.
     static int64_t begin_of(const Attention& a, const Task& t) { return a.form.first(t.position) / BLOCK * BLOCK; }
-
-    // Where the page of a position lies, in tokens of one head.
-    static int64_t page_of(const Attention& a, const HeadTask& t, int64_t position) {
-        const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
-        return (page * (a.kv_heads / a.parts) + t.head / a.parts) * PAGE;
-    }
 };
 
 // Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page.
@@ -64,7 +57,7 @@ static void copy_keys(Block<E>& block, int64_t size, const ScratchOf<E>& s) {
 // A line of n columns: a position's values, or those of it and of that `next` elements further on, side by side.
 static void pack_line(const float* value, int64_t, int64_t n, float* line) { std::memcpy(line, value, n * 4); }
 static void pack_line(const fp16* value, int64_t, int64_t n, float* line) { copy_words(value, n, line); }
-static void pack_line(const bf16* value, int64_t next, int64_t n, float* line) {
+CAESURA_INLINE void pack_line(const bf16* value, int64_t next, int64_t n, float* line) {
     F low, high;
     int64_t c = 0;
     for (; c + 2 * LANES <= n; c += 2 * LANES) {

@@ -69,14 +69,48 @@ static void add_cut(const Scratch<E>& s, int64_t row, const float* probabilities
     add_rest(s, row, probabilities, line, seen.end, factor);
 }
 
-CAESURA_INLINE void value_lines(const float* value, int64_t, F& low, F& high) {
+// 2 * LANES columns of a line: of a position, or of it and the next one.
+template <class E>
+CAESURA_INLINE void value_lines(const E* value, int64_t, F& low, F& high) {
     low = load(value), high = load(value + LANES);
 }
-CAESURA_INLINE void value_lines(const fp16* value, int64_t, F& low, F& high) {
-    low = load(value), high = load(value + LANES);
+CAESURA_INLINE void value_lines(const bf16* value, int64_t next, F& low, F& high) {
+    interleave(value, value + next, low, high);
 }
-CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high) {
-    interleave(value, value + size, low, high);
+CAESURA_INLINE void value_lines(const bf16* value, int64_t next, Halves& low, Halves& high) {
+    low = {load(value), load(value + next)}, high = {load(value + LANES), load(value + next + LANES)};
+}
+
+// A line's part of the positions that are seen.
+enum Kept : int { ALL, LOWER, UPPER };
+template <int KEPT>
+CAESURA_INLINE F kept(F line) {
+    return KEPT == LOWER ? keep_low(line) : KEPT == UPPER ? keep_high(line) : line;
+}
+template <int KEPT>
+CAESURA_INLINE Halves kept(Halves line) {
+    return {KEPT == UPPER ? zero() : line.low, KEPT == LOWER ? zero() : line.high};
+}
+
+// C vectors of columns of R rows take in a line; meanwhile as much is fetched from `ahead` on.
+template <class E, int KEPT, int R, int C>
+CAESURA_INLINE void add_line(F (&sum)[R][C], const float* weights, const E* value, int64_t value_row, const char* ahead) {
+    constexpr int FETCHED = 64 / (LANES * sizeof(Word<E>));  // vectors of values for each line that is fetched
+    constexpr int LINES = R <= 2 ? 2 : C;  // at a time: what fits the registers beside the sums
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c += LINES) {
+        Ready<E> line[LINES];
+        for (int i = 0; i < LINES; i += 2) value_lines(value + (c + i) * LANES, value_row, line[i], line[i + 1]);
+        for (int i = 0; i < LINES; i++) {
+            line[i] = kept<KEPT>(line[i]);
+            if ((c + i) % FETCHED == 0) prefetch(ahead + (c + i) * LANES * sizeof(Word<E>), 64);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            const Ready<E> weight = ready(set1_word(weights + r * (BLOCK / Scratch<Computed<E>>::PAIR)), Computed<E>());
+            for (int i = 0; i < LINES; i++) sum[r][c + i] = dot(sum[r][c + i], weight, line[i], Computed<E>());
+        }
+    }
 }
 
 // C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
@@ -84,7 +118,6 @@ CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high
 template <class E, int R, int C>
 static void add_values(const ScratchOf<E>& s, const Block<E>& block, int64_t value_row, int64_t first, const float* factors,
                        int64_t row, int64_t column) {
-    constexpr int FETCHED = 64 / (LANES * sizeof(Word<E>));  // vectors of values for each line that is fetched
     F sum[R][C];
     float* sums = s.sums + row * s.columns + column;
     for (int r = 0; r < R; r++)
@@ -92,26 +125,18 @@ static void add_values(const ScratchOf<E>& s, const Block<E>& block, int64_t val
     const float* weights = s.probabilities + first / s.PAIR;
     for (int64_t page = first / PAGE; page * PAGE < block.count; page++) {
         const int64_t count = smaller(PAGE, block.count - page * PAGE), seen = first - page * PAGE;
-        const int64_t begin = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
-        const E* value = block.values[page] + column + begin * value_row;
+        int64_t i = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
+        const E* value = block.values[page] + column;
         const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
-        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * value_row, ahead += C * LANES * sizeof(Word<E>), weights++) {
-            F line[C];
-            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, value_row, line[c], line[c + 1]);
-            if (i < seen)
-                for (int c = 0; c < C; c++) line[c] = keep_high(line[c]);
-            if (count - i < s.PAIR)
-                for (int c = 0; c < C; c++) line[c] = keep_low(line[c]);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; r++) {
-                const F weight = set1_word(weights + r * (BLOCK / s.PAIR));
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) {
-                    sum[r][c] = dot(sum[r][c], weight, line[c], Computed<E>());
-                    if (r == 0 && c % FETCHED == 0) prefetch(ahead + c * LANES * sizeof(Word<E>), 64);
-                }
+        if constexpr (s.PAIR == 2)
+            if (i < seen) {
+                add_line<E, UPPER>(sum, weights++, value + i * value_row, value_row, ahead);
+                i += s.PAIR;
             }
-        }
+        for (; i + s.PAIR <= count; i += s.PAIR, ahead += C * LANES * sizeof(Word<E>))
+            add_line<E, ALL>(sum, weights++, value + i * value_row, value_row, ahead);
+        if constexpr (s.PAIR == 2)
+            if (i < count) add_line<E, LOWER>(sum, weights++, value + i * value_row, value_row, ahead);
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) store(sums + r * s.columns + c * LANES, sum[r][c]);

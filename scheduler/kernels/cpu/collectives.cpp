@@ -1,13 +1,13 @@
-// Sums, concatenations and broadcasts of several processes of one host, over memory that they share.
+// Sums, concatenations, exchanges and broadcasts of several processes of one host, over memory that they share.
 //
 // Invariants:
 // - A collective is a number of rounds, numbered alike on all ranks. In each a rank writes to its place in the round's
 //   buffer, says so, waits until all have said so, and reads. There are two buffers, taken in turn: who says that it has
 //   written round n + 1 has read round n, so round n + 2 may overwrite it.
 // - A sum goes through the ranks in their order, in float, and is rounded once.
-// - Nothing waits for ever. A process holds a lock on one byte of the memory's file, which the system drops when the process
-//   ends in whatever way; who waits looks at it now and then. Whoever gives up says so to all.
-// - Between two of these looks a waiting thread sleeps, after a short time of spinning: the ranks may be more than the cores.
+// - No wait is endless. A process locks one byte of the memory's file, and the system drops the lock however the process
+//   ends; a waiting rank checks it every LOOK. A rank that gives up tells all others.
+// - Between two checks a waiting thread sleeps, after a short time of spinning: there may be more ranks than cores.
 #ifndef CAESURA_ISA
 
 #ifndef _GNU_SOURCE
@@ -48,7 +48,7 @@ static_assert(sizeof(Shared) <= HEADER, "the buffers begin behind it");
 
 Shared& shared(const Collective& c) { return *(Shared*)c.memory; }
 
-// Where `rank` writes in `round`.
+// The buffer that `rank` writes in `round`.
 char* place(const Collective& c, uint32_t round, int64_t rank) {
     return (char*)c.memory + HEADER + ((round & 1) * c.size + rank) * c.bytes;
 }
@@ -95,16 +95,16 @@ int64_t now_ns() {
     return time.tv_sec * 1000000000ll + time.tv_nsec;
 }
 
-// Whether this rank may begin: not after a failure, its own or another's.
+// Returns true if no rank has failed, so that this one may begin.
 bool may_begin(Collective& c) {
     if (!c.failure && __atomic_load_n(&shared(c).aborted, __ATOMIC_ACQUIRE)) fail(c, ABORTED, -1);
     return !c.failure;
 }
 
-// What ends a wait, beside the time and a rank that has left: that one has ended, and that one has given up.
+// Events that end a wait, beside the timeout and a rank that left: ABSENCE, a rank's process ended; ABORT, a rank gave up.
 enum class Heeds { ALL, ABSENCE, ABORT };
 
-// Until the word of every rank has reached `wanted`; false: it never will, and c.failure says why.
+// Waits until the word of every rank has reached `wanted`; returns false if it never will, with the reason in c.failure.
 bool await(Collective& c, uint32_t Line::*word, uint32_t wanted, Heeds heeds) {
     int64_t deadline = 0;
     for (int64_t rank = 0; rank < c.size; rank++) {
@@ -179,27 +179,29 @@ namespace {
 template <class E, class Stages>
 void reduce(const Reduce& a, Stages& stages) {
     Collective& c = *a.collective;
-    const int64_t bytes = a.size * sizeof(E);
+    const int64_t bytes = a.size * sizeof(E), begin = a.begin * sizeof(E), end = smaller(a.end, a.size) * sizeof(E);
     uint32_t round = a.round;
     for (int64_t start = 0; start < bytes; start += c.bytes, round++) {
         const int64_t here = smaller(c.bytes, bytes - start);
+        const int64_t first_sum = smaller(here, larger(begin - start, 0)), sums = larger(0, smaller(end - start, here) - first_sum);
         char *x = (char*)a.x + start, *mine = place(c, round, c.rank);
         const char* first = place(c, round, 0);
         one_round(
             c, round, stages, chunks(here),
             [&](int64_t task) { std::memcpy(mine + task * CHUNK, x + task * CHUNK, smaller(CHUNK, here - task * CHUNK)); },
-            chunks(here), [&](int64_t task) {
-                const int64_t at = task * CHUNK, count = smaller(CHUNK, here - at) / sizeof(E);
+            chunks(sums), [&](int64_t task) {
+                const int64_t at = first_sum + task * CHUNK;
+                const int64_t count = smaller(CHUNK, first_sum + sums - at) / sizeof(E);
                 CAESURA_DISPATCH(sum(first + at, c.bytes, c.size, (E*)(x + at), count));
             });
     }
 }
 
 template <class E>
-void reduce_alone(Collective& c, void* x, int64_t size, int threads) {
+void reduce_alone(Collective& c, void* x, int64_t size, int64_t begin, int64_t end, int threads) {
     if (!may_begin(c)) return;
     Teams teams{threads, size * (int64_t)sizeof(E) > PARALLEL};
-    reduce<E>(Reduce{&c, x, size, c.round + 1}, teams);
+    reduce<E>(Reduce{&c, x, size, c.round + 1, begin, end}, teams);
     c.round += (uint32_t)rounds_of(&c, size * sizeof(E));
 }
 
@@ -213,11 +215,38 @@ CAESURA_API int64_t caesura_collective_struct_bytes() { return sizeof(Collective
 
 #define CAESURA_ALL_REDUCE(NAME, E)                                                                                    \
     void caesura::all_reduce(const Reduce& a, Team& team, E) { reduce<E>(a, team); }                                   \
-    /* x[size] becomes the sum of all ranks'. */                                                                       \
-    CAESURA_API void caesura_all_reduce_##NAME(Collective* c, void* x, int64_t size, int threads) {                    \
-        reduce_alone<E>(*c, x, size, threads);                                                                         \
+    /* Elements [begin, end) of x[size] become the sum of all ranks'. */                                               \
+    CAESURA_API void caesura_reduce_##NAME(Collective* c, void* x, int64_t size, int64_t begin, int64_t end,           \
+                                           int threads) {                                                              \
+        reduce_alone<E>(*c, x, size, begin, end, threads);                                                             \
     }
 CAESURA_EACH_TYPE(CAESURA_ALL_REDUCE)
+
+// Bytes [from[r], from[r] + counts[r]) of the x[bytes] of each rank r, one after the other in out. `longest`: of all ranks' x.
+CAESURA_API void caesura_collect(Collective* collective, const void* x, int64_t bytes, int64_t longest, const int64_t* from,
+                                 const int64_t* counts, void* out, int threads) {
+    Collective& c = *collective;
+    if (!may_begin(c)) return;
+    int64_t to[MAX_RANKS + 1] = {};
+    for (int64_t rank = 0; rank < c.size; rank++) to[rank + 1] = to[rank] + counts[rank];
+    Teams teams{threads, bytes + to[c.size] > PARALLEL};
+    for (int64_t start = 0; start < longest; start += c.bytes) {
+        const int64_t here = larger(0, smaller(c.bytes, bytes - start)), pieces = chunks(smaller(c.bytes, longest - start));
+        const uint32_t round = ++c.round;
+        char* mine = place(c, round, c.rank);
+        one_round(
+            c, round, teams, chunks(here),
+            [&](int64_t task) {
+                std::memcpy(mine + task * CHUNK, (const char*)x + start + task * CHUNK, smaller(CHUNK, here - task * CHUNK));
+            },
+            pieces * c.size, [&](int64_t task) {
+                const int64_t rank = task / pieces, at = start + task % pieces * CHUNK;
+                const int64_t begin = larger(at, from[rank]), end = smaller(at + CHUNK, from[rank] + counts[rank]);
+                if (begin < end)
+                    std::memcpy((char*)out + to[rank] + begin - from[rank], place(c, round, rank) + begin - start, end - begin);
+            });
+    }
+}
 
 // x[rows, width] of each rank side by side in out[rows, out_width]; what lies further right is dropped. All in bytes.
 CAESURA_API void caesura_all_gather(Collective* collective, const void* x, int64_t rows, int64_t width, void* out,
@@ -275,7 +304,7 @@ CAESURA_API void caesura_collective_abort(Collective* c) {
     wake_all(*c);
 }
 
-// Until all ranks are here for the first time. Before, one that is late cannot be told from one that has ended.
+// Waits until all ranks are here for the first time. Until then a late rank looks the same as one that has ended.
 CAESURA_API void caesura_collective_assemble(Collective* collective) {
     Collective& c = *collective;
     publish(c, &Line::resets, ++c.resets);

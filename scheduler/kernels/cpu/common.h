@@ -1,4 +1,4 @@
-// What the kernels share: instruction sets, vectors of floats, splitting work over threads.
+// Common parts of the kernels: instruction sets, vectors of floats, splitting work over threads.
 //
 // Invariants:
 // - Raw pointers, int64 sizes and strides (in elements), a thread count and nothing else cross the C boundary. A kernel
@@ -54,7 +54,7 @@ namespace caesura {
 extern int active_isa;  // native.cpp: the best there is, or what caesura_use_isa() chose of it
 }
 
-// Calls the function of the active instruction set. What AMX is good for says so itself; the rest is AVX-512 there.
+// Calls the function of the active instruction set. With AMX that is the one for AVX-512, where no code chooses tiles itself.
 #if defined(__x86_64__)
 #define CAESURA_DISPATCH(...)                                \
     do {                                                     \
@@ -76,7 +76,7 @@ extern int active_isa;  // native.cpp: the best there is, or what caesura_use_is
     } while (0)
 #endif
 
-// Lets whoever else runs on this core go first, in a loop that waits.
+// Gives way to another thread of this core, in a loop that waits.
 CAESURA_INLINE void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -98,7 +98,7 @@ struct fp16 {
     uint16_t bits;
 };
 
-// What products compute with: numbers of E, or the floats that they become when they are loaded.
+// The type that products compute with: E itself, or float where E is widened as it is loaded.
 template <class E>
 struct ComputedAs {
     using type = E;
@@ -110,17 +110,23 @@ struct ComputedAs<fp16> {
 template <class E>
 using Computed = typename ComputedAs<E>::type;
 
-// What is compiled for each type that tensors have, by the names that functions of the library end with.
+// MACRO(suffix of the function's name, type) for each element type of tensors.
 #define CAESURA_EACH_TYPE(MACRO) MACRO(bf16, bf16) MACRO(f16, fp16) MACRO(f32, float)
 
 // float8_e4m3fn. Only weights are, always with scales.
 struct fp8 {
     uint8_t bits;
 };
-// Whole numbers, likewise.
+// Integers, likewise; int4: codes of four bits that number integers of a table.
 struct int8 {
     int8_t value;
 };
+struct int4 {};
+
+template <class W>
+constexpr int64_t VALUES = 4 / sizeof(W);  // of a word
+template <>
+inline constexpr int64_t VALUES<int4> = 8;
 
 CAESURA_INLINE float to_float(bf16 x) {
     const uint32_t bits = uint32_t(x.bits) << 16;
@@ -145,6 +151,7 @@ CAESURA_INLINE float to_float(float x) { return x; }
 
 CAESURA_INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 CAESURA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+CAESURA_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2: ln 2 is split so that n * LN2_HIGH is exact (Cody and
 // Waite: Software Manual for the Elementary Functions, 1980), exp(r) is a polynomial of degree 7 (coefficients of expf in
@@ -153,7 +160,7 @@ constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW 
 constexpr float EXP_MIN = -87.33654f, EXP_MAX = 88.0f;
 constexpr float EXP_P[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                            4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-// Of (tanh(x) - x) / x^3 by x^2.
+// Polynomial in x^2 for (tanh(x) - x) / x^3.
 constexpr float TANH_P[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                             -3.33332819422e-1f};
 
@@ -193,7 +200,7 @@ namespace neon {
 }
 
 #pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+bf16")
+#pragma GCC target("arch=armv8.2-a+bf16+dotprod")
 namespace neonbf16 {
 #define CAESURA_HAS_BF16 1
 #include "simd_neon.h"

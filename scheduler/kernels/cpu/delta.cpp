@@ -21,38 +21,8 @@ constexpr int64_t MAX_HEAD = 256;
 constexpr int64_t PARALLEL = 1 << 14;
 // Tokens of a sequence that a task has converted at a time: the state's columns stay in the first cache while they pass.
 constexpr int64_t BLOCK = 8;
-// What is added to the squares of queries and keys; attention/delta_rule.py has the same.
+// Added to the squares of queries and keys; attention/delta_rule.py has the same.
 constexpr float LENGTH_EPS = 1e-6f;
-
-// Where something of the first key head lies in a row, and how far it is to that of the next.
-struct Place {
-    int64_t first, step;
-};
-
-// Neighbouring tokens of one sequence, and the rows of states that they begin from (NO_STATE: nothing), end in, and are copied to then
-// (NO_STATE: nowhere).
-struct Segment {
-    int64_t first, tokens, source, target, kept;
-};
-constexpr int64_t NO_STATE = -1;
-
-struct Delta {
-    const void* x;  // a row: what the layer's first product computes
-    int64_t x_row;
-    const Place* places;  // queries, keys, values, gates, b, a
-    const Segment* segments;
-    const int64_t* chains;  // segments [chains[c], chains[c + 1]) follow from one another
-    int64_t key_heads, group, key_size, value_size, kernel;
-    const void* filters;  // [channels, kernel]
-    const void *log_rate, *rate_bias;  // [value heads]
-    const void* norm;  // [value_size]
-    float eps;
-    void* past;  // [states, kernel - 1, channels]
-    float* recurrent;  // [states, value heads, key_size, value_size]
-    void* out;  // [rows, value heads, value_size]
-
-    int64_t channels() const { return key_heads * (2 * key_size + group * value_size); }
-};
 
 }  // namespace
 
@@ -60,22 +30,20 @@ struct Delta {
 #include "each_isa.h"
 
 #define CAESURA_DELTA(NAME, E)                                                                                            \
-    CAESURA_API void caesura_delta_step_##NAME(                                                                           \
-        const void* x, int64_t x_row, const Place* places, const Segment* segments, const int64_t* chains,                \
-        int64_t num_chains, int64_t key_heads, int64_t group, int64_t key_size, int64_t value_size, int64_t kernel,       \
-        const void* filters, const void* log_rate, const void* rate_bias, const void* norm, float eps, void* past,        \
-        float* recurrent, void* out, int threads) {                                                                       \
-        const Delta a = {x, x_row, places, segments, chains, key_heads, group, key_size, value_size, kernel, filters,     \
-                         log_rate, rate_bias, norm, eps, past, recurrent, out};                                           \
-        int64_t tokens = 0;                                                                                               \
-        for (int64_t s = chains[0]; s < chains[num_chains]; s++) tokens += segments[s].tokens;                            \
-        const bool worth_it = tokens * key_heads * group * key_size * value_size > PARALLEL;                              \
-        run_team(threads, worth_it, [&](Team& team) {                                                                     \
-            /* The last chains are the longest: whoever begins them last is waited for. */                                \
-            team.each(num_chains * key_heads, [&](int64_t task, int64_t) {                                                \
-                CAESURA_DISPATCH(key_head<E>(a, num_chains - 1 - task / a.key_heads, task % a.key_heads));                \
-            });                                                                                                           \
+    void caesura::delta_step(const Delta& a, Team& team, E) {                                                             \
+        /* The last chains are the longest: whoever begins them last is waited for. */                                    \
+        team.each(a.num_chains * a.key_heads, [&](int64_t task, int64_t) {                                                \
+            CAESURA_DISPATCH(key_head<E>(a, a.num_chains - 1 - task / a.key_heads, task % a.key_heads));                  \
         });                                                                                                               \
+    }                                                                                                                     \
+    CAESURA_API void caesura_delta_step_##NAME(const DeltaArguments* step, const void* x, const void* filters,            \
+                                               const void* log_rate, const void* rate_bias, const void* norm, float eps,  \
+                                               void* past, float* recurrent, void* out, int threads) {                    \
+        const Delta a = {*step, x, filters, log_rate, rate_bias, norm, eps, past, recurrent, out};                        \
+        int64_t tokens = 0;                                                                                               \
+        for (int64_t s = a.chains[0]; s < a.chains[a.num_chains]; s++) tokens += a.segments[s].tokens;                    \
+        const bool worth_it = tokens * a.key_size * a.values() > PARALLEL;                                                \
+        run_team(threads, worth_it, [&](Team& team) { delta_step(a, team, E()); });                                       \
     }
 CAESURA_EACH_TYPE(CAESURA_DELTA)
 
@@ -92,23 +60,29 @@ static float rounded_scalar(float x) {
     return to_float(lanes[0]);
 }
 
-// silu of `n` channels' convolution, and their newest input stored behind the others, of which the oldest is dropped.
+// silu of some channels' convolution; their newest input is stored behind the others, of which the oldest is dropped.
+template <bool WHOLE, class E>
+CAESURA_INLINE void convolve_lanes(const Delta& a, const E* x, E* past, const E* filters, int64_t lanes, float* out) {
+    const int64_t channels = a.channels(), kept = a.kernel - 1;
+    F sum = zero();
+    for (int64_t tap = 0; tap < kept; tap++) {
+        const F input = get<WHOLE>(past + tap * channels, lanes);
+        sum = add(sum, mul(input, get<WHOLE>(filters + tap * channels, lanes)));
+        if (tap > 0) put<WHOLE>(past + (tap - 1) * channels, input, lanes);
+    }
+    const F newest = get<WHOLE>(x, lanes);
+    sum = add(sum, mul(newest, get<WHOLE>(filters + kept * channels, lanes)));
+    if (kept > 0) put<WHOLE>(past + (kept - 1) * channels, newest, lanes);
+    put<WHOLE>(out, rounded(swish(rounded(sum, E()), 1.0f), E()), lanes);
+}
+
 template <class E>
 static void convolve(const Delta& a, const E* x, E* past, int64_t channel, int64_t n, float* out) {
-    const int64_t channels = a.channels(), kept = a.kernel - 1;
-    const E* filters = (const E*)a.filters + channel * a.kernel;
+    const E* filters = (const E*)a.filters + channel;
     past += channel;
-    for (int64_t c = 0; c < n; c++) out[c] = 0.0f;
-    for (int64_t tap = 0; tap < a.kernel; tap++) {
-        const E* input = tap < kept ? past + tap * channels : x;
-        for (int64_t c = 0; c < n; c++) out[c] += to_float(input[c]) * to_float(filters[c * a.kernel + tap]);
-    }
-    for (int64_t tap = 0; tap < kept; tap++)
-        std::memcpy(past + tap * channels, tap + 1 < kept ? past + (tap + 1) * channels : x, n * sizeof(E));
-    for (int64_t c = 0; c < n; c += LANES) {
-        const int64_t lanes = smaller(LANES, n - c);
-        store(out + c, rounded(swish(rounded(load(out + c, lanes), E()), 1.0f), E()), lanes);
-    }
+    int64_t c = 0;
+    for (; c + LANES <= n; c += LANES) convolve_lanes<true>(a, x + c, past + c, filters + c, LANES, out + c);
+    if (c < n) convolve_lanes<false>(a, x + c, past + c, filters + c, n - c, out + c);
 }
 
 // x becomes as long as `length`, but for LENGTH_EPS.
@@ -150,7 +124,7 @@ static void columns(const Delta& a, float* state, const float* q, const float* k
     for (int i = 0; i < VECTORS; i++) put<WHOLE>(out + i * LANES, found[i], lanes);
 }
 
-// Of the tokens of a block: converted, a line of MAX_HEAD each.
+// Converted inputs of a block's tokens, a line of MAX_HEAD each.
 struct Block {
     int64_t tokens;
     float q[BLOCK * MAX_HEAD], k[BLOCK * MAX_HEAD], v[BLOCK * MAX_HEAD], found[BLOCK * MAX_HEAD];
@@ -166,7 +140,7 @@ static void block_columns(const Delta& a, float* state, Block& b, int64_t c, int
     }
 }
 
-// One value head's state through a block, and what each token's query finds in it then.
+// Takes one value head's state through a block, and reads it with each token's query.
 static void step_state(const Delta& a, float* state, Block& b) {
     int64_t c = 0;
     if (b.tokens == 1)
@@ -185,7 +159,7 @@ static void gated_norm(const Delta& a, const float* x, const E* gate, E* out) {
     const float inverse = inverse_rms<E>(stored, nullptr, a.value_size, a.eps);
     for (int64_t c = 0; c < a.value_size; c += LANES) {
         const int64_t n = smaller(LANES, a.value_size - c);
-        const F normed = normal<false, false>(stored + c, weight + c, inverse, n);
+        const F normed = rounded(normal<false, false>(stored + c, weight + c, inverse, n), E());
         store(out + c, mul(normed, swish(load(gate + c, n), 1.0f)), n);
     }
 }
@@ -218,7 +192,7 @@ static void block_of(const Delta& a, Block& b, int64_t first, int64_t state, int
     const int64_t value_heads = a.key_heads * a.group, keys = a.key_heads * a.key_size, size = a.key_size * a.value_size;
     E* past = (E*)a.past + state * (a.kernel - 1) * a.channels();
     const auto part = [&](int64_t t, int i) {
-        return (const E*)a.x + (first + t) * a.x_row + a.places[i].first + head * a.places[i].step;
+        return (const E*)a.x + (first + t) * a.width + a.places[i].first + head * a.places[i].step;
     };
     for (int64_t t = 0; t < b.tokens; t++) {
         float *q = b.q + t * MAX_HEAD, *k = b.k + t * MAX_HEAD;

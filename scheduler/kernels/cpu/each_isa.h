@@ -31,7 +31,7 @@
 #undef CAESURA_ISA
 
 #pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+bf16")
+#pragma GCC target("arch=armv8.2-a+bf16+dotprod")
 #define CAESURA_ISA neonbf16
 #include CAESURA_FILE
 #undef CAESURA_ISA

@@ -1,5 +1,5 @@
-// What lies between the matrix products, each in one pass over memory: normalisation, rotation with the store of K and
-// V, and the gate of the MLP.
+// Operations between the matrix products, each in one pass over memory: normalisation, rotation with the store of K and V,
+// and the gate of the MLP.
 //
 // Invariants:
 // - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 and
@@ -29,17 +29,29 @@ constexpr int64_t PARALLEL = 1 << 15;
     void caesura::last_norm(const LastNorm& a, Team& team, E) {                                                        \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(last_norm_row<E>(a, row)); });                  \
     }                                                                                                                  \
+    void caesura::gate_rows(const Gate& a, int64_t first, int64_t end, E) {                                            \
+        for (int64_t row = first; row < end; row++) CAESURA_DISPATCH(gate_row<E>(a, row));                             \
+    }                                                                                                                  \
     void caesura::gate_mul(const Gate& a, Team& team, E) {                                                             \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gate_row<E>(a, row)); });                       \
     }                                                                                                                  \
+    void caesura::rope_rows(const Rope& a, int64_t head, int64_t first, int64_t end, E) {                              \
+        for (int64_t token = first; token < end; token++) CAESURA_DISPATCH(rope_head<E>(a, token, head));              \
+    }                                                                                                                  \
     void caesura::rope_store(const Rope& a, Team& team, E) {                                                           \
-        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(rope_token<E>(a, token)); });               \
+        const int64_t heads = a.heads + 2 * a.kv_heads;                                                                \
+        team.each(a.tokens, [&](int64_t token, int64_t) {                                                              \
+            for (int64_t head = 0; head < heads; head++) rope_rows(a, head, token, token + 1, E());                    \
+        });                                                                                                            \
     }                                                                                                                  \
     void caesura::rotate_latents(const Latents& a, Team& team, E) {                                                    \
         team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(latents_token<E>(a, token)); });            \
     }                                                                                                                  \
     void caesura::sigmoid_mul(const Sigmoid& a, Team& team, E) {                                                       \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(sigmoid_row<E>(a, row)); });                    \
+    }                                                                                                                  \
+    void caesura::gate_heads(const HeadGates& a, Team& team, E) {                                                      \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gated_heads_row<E>(a, row)); });                \
     }                                                                                                                  \
     void caesura::add_rows(const AddRows& a, Team& team, E) {                                                          \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(added_row<E>(a, row)); });                      \
@@ -56,6 +68,11 @@ constexpr int64_t PARALLEL = 1 << 15;
     CAESURA_API void caesura_sigmoid_mul_##NAME(void* x, const void* gate, int64_t rows, int64_t size, int threads) {  \
         run_team(threads, rows * size > PARALLEL, [&](Team& team) { sigmoid_mul({x, gate, rows, size}, team, E()); });  \
     }                                                                                                                  \
+    CAESURA_API void caesura_gate_heads_##NAME(void* x, const void* gates, int64_t gates_row, int64_t gates_head,      \
+                                               int64_t rows, int64_t heads, int64_t size, int threads) {               \
+        const HeadGates a = {x, gates, gates_row, gates_head, rows, heads, size};                                      \
+        run_team(threads, rows * heads * size > PARALLEL, [&](Team& team) { gate_heads(a, team, E()); });              \
+    }                                                                                                                  \
     CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,       \
                                              const void* weight, void* out, int64_t out_row, int64_t rows,             \
                                              int64_t size, float eps, int from_one, int threads) {                     \
@@ -64,7 +81,7 @@ constexpr int64_t PARALLEL = 1 << 15;
     }                                                                                                                  \
     CAESURA_API void caesura_gate_mul_##NAME(const void* gate_up, int64_t row, void* out, int64_t out_row,             \
                                              int64_t rows, int64_t size, int bend, int threads) {                      \
-        const Gate a = {gate_up, row, out, out_row, rows, size, bend};                                                 \
+        const Gate a = {gate_up, (const E*)gate_up + size, row, out, out_row, rows, size, bend};                       \
         run_team(threads, 2 * rows * size > PARALLEL, [&](Team& team) { gate_mul(a, team, E()); });                    \
     }                                                                                                                  \
     CAESURA_API void caesura_rope_store_##NAME(                                                                        \
@@ -72,7 +89,7 @@ constexpr int64_t PARALLEL = 1 << 15;
         const void* q_weight, const void* k_weight, float eps, int from_one, const void* cos, const void* sin,         \
         int64_t angles_token, const int64_t* slots, void* keys, void* values, void* q, int64_t q_token, int64_t tokens,\
         int threads) {                                                                                                 \
-        const Rope a = {qkv, qkv_token, heads, kv_heads, size, rotated, q_weight, k_weight, eps, from_one != 0, cos,   \
+        const Rope a = {qkv, qkv_token, size, heads, kv_heads, size, rotated, q_weight, k_weight, eps, from_one != 0, cos,   \
                         sin, angles_token, nullptr, slots, keys, values, q, q_token, tokens};                          \
         const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                       \
         run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                    \
@@ -112,32 +129,14 @@ static void last_norm_row(const LastNorm& a, int64_t row) {
     norm_row<E>({(const E*)a.update + start, 0, out, 0, a.weight, out, 0, 1, a.size, a.eps, a.from_one}, 0);
 }
 
-// Hendrycks and Gimpel, 2016, arXiv:1606.08415: the form with tanh.
-CAESURA_INLINE F gelu_tanh(F x) {
-    const F cubed = mul(mul(x, x), x), inner = mul(fma(set1(0.044715f), cubed, x), set1(0.7978845608f));
-    return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
-}
-
-template <int BEND, bool WHOLE, class E>
-CAESURA_INLINE void gate_step(const E* gate, const E* up, E* out, int64_t n) {
-    F x = get<WHOLE>(gate, n), y = get<WHOLE>(up, n);
-    if constexpr (BEND == CLAMPED) {  // the second argument of min() and max() where either is NaN
-        x = min(set1(7.0f), x);
-        y = rounded(add(max(set1(-7.0f), min(set1(7.0f), y)), set1(1.0f)), E());
-        x = swish(x, 1.702f);
-    } else {
-        x = BEND == SILU ? swish(x, 1.0f) : gelu_tanh(x);
-    }
-    put<WHOLE>(out, mul(rounded(x, E()), y), n);
-}
-
 template <int BEND, class E>
 static void gate_row_of(const Gate& a, int64_t row) {
-    const E *gate = (const E*)a.gate_up + row * a.row, *up = gate + a.size;
+    const E *gate = (const E*)a.gate + row * a.row, *up = (const E*)a.up + row * a.row;
     E* out = (E*)a.out + row * a.out_row;
     int64_t c = 0;
-    for (; c + LANES <= a.size; c += LANES) gate_step<BEND, true>(gate + c, up + c, out + c, LANES);
-    if (c < a.size) gate_step<BEND, false>(gate + c, up + c, out + c, a.size - c);
+    for (; c + LANES <= a.size; c += LANES) store(out + c, gated<BEND>(load(gate + c), load(up + c), E()));
+    const int64_t n = a.size - c;
+    if (n) store(out + c, gated<BEND>(load(gate + c, n), load(up + c, n), E()), n);
 }
 
 template <class E>
@@ -155,7 +154,7 @@ enum HeadNorm : int { NO_NORM, WEIGHTED, WEIGHTED_FROM_ONE };
 template <bool WHOLE, int NORM, class E>
 CAESURA_INLINE F element(const E* x, const E* weight, float inverse, int64_t n) {
     if constexpr (NORM == NO_NORM) return get<WHOLE>(x, n);
-    return normal<WHOLE, NORM == WEIGHTED_FROM_ONE>(x, weight, inverse, n);
+    return rounded(normal<WHOLE, NORM == WEIGHTED_FROM_ONE>(x, weight, inverse, n), E());
 }
 
 // One head's elements i and half + i.
@@ -185,28 +184,29 @@ static void rotate_head(const E* x, const E* weight, float eps, const E* cos, co
     if (i < size) put<false>(out + i, element<false, NORM>(x + i, weight + i, inverse, size - i), size - i);
 }
 
-// One token: queries to their buffer (which may be where they are), keys and values to their slot.
+// A head of a token: a query to its buffer (which may be where it is), a key or a value to the token's slot.
 template <class E>
-static void rope_token(const Rope& a, int64_t token) {
-    const E* x = (const E*)a.qkv + token * a.qkv_token;
+static void rope_head(const Rope& a, int64_t token, int64_t head) {
+    const int64_t queries = smaller(head, a.heads);
+    const E* x = (const E*)a.qkv + token * a.qkv_token + queries * a.q_head + (head - queries) * a.size;
+    const int64_t slot = a.slots[token], stored = (head - a.heads) % a.kv_heads;
+    const int64_t place = ((slot / PAGE * a.kv_heads + stored) * PAGE + slot % PAGE) * a.size;
+    if (head >= a.heads + a.kv_heads) {
+        std::memcpy((E*)a.values + place, x, a.size * sizeof(E));
+        return;
+    }
     const int64_t angles = (a.positions ? a.positions[token] : token) * a.angles_row;
     const E *cos = (const E*)a.cos + angles, *sin = (const E*)a.sin + angles;
-    E* q = (E*)a.q + token * a.q_token;
-    const int64_t slot = a.slots[token], page = slot / PAGE * a.kv_heads, place = slot % PAGE;
-    for (int64_t head = 0; head < a.heads + a.kv_heads; head++, x += a.size) {
-        const bool query = head < a.heads;
-        E* out = query ? q + head * a.size : (E*)a.keys + ((page + head - a.heads) * PAGE + place) * a.size;
-        const E* weight = (const E*)(query ? a.q_weight : a.k_weight);
-        if (!weight) {
-            rotate_head<NO_NORM>(x, x, 0.0f, cos, sin, out, a.size, a.rotated);
-        } else if (a.from_one) {
-            rotate_head<WEIGHTED_FROM_ONE>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
-        } else {
-            rotate_head<WEIGHTED>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
-        }
+    const bool query = head < a.heads;
+    E* out = query ? (E*)a.q + token * a.q_token + head * a.q_head : (E*)a.keys + place;
+    const E* weight = (const E*)(query ? a.q_weight : a.k_weight);
+    if (!weight) {
+        rotate_head<NO_NORM>(x, x, 0.0f, cos, sin, out, a.size, a.rotated);
+    } else if (a.from_one) {
+        rotate_head<WEIGHTED_FROM_ONE>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
+    } else {
+        rotate_head<WEIGHTED>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
     }
-    for (int64_t head = 0; head < a.kv_heads; head++, x += a.size)
-        std::memcpy((E*)a.values + ((page + head) * PAGE + place) * a.size, x, a.size * sizeof(E));
 }
 
 // Pairs that are neighbours become pairs of halves.
@@ -245,15 +245,33 @@ static void added_row(const AddRows& a, int64_t row) {
     if (c < a.size) put<false>(y + c, add(get<false>(y + c, a.size - c), get<false>(x + c, a.size - c)), a.size - c);
 }
 
+// e^-x is computed as a square, as in swish(), because exp() saturates before it overflows.
+template <class E>
+CAESURA_INLINE F sigmoid(F x, E type) {
+    const F root = exp(mul(x, set1(-0.5f)));
+    return rounded(div(set1(1.0f), fma(root, root, set1(1.0f))), type);
+}
+
 template <class E>
 static void sigmoid_row(const Sigmoid& a, int64_t row) {
-    // As swish() has it: e^-x as a square, for exp() ends before it overflows.
-    const F root = exp(mul(set1(to_float(((const E*)a.gate)[row])), set1(-0.5f)));
-    const F weight = rounded(div(set1(1.0f), fma(root, root, set1(1.0f))), E());
+    const F weight = sigmoid(set1(to_float(((const E*)a.gate)[row])), E());
     E* x = (E*)a.x + row * a.size;
     int64_t c = 0;
     for (; c + LANES <= a.size; c += LANES) put<true>(x + c, mul(get<true>(x + c, LANES), weight), LANES);
     if (c < a.size) put<false>(x + c, mul(get<false>(x + c, a.size - c), weight), a.size - c);
+}
+
+template <class E>
+static void gated_heads_row(const HeadGates& a, int64_t row) {
+    E* x = (E*)a.x + row * a.heads * a.size;
+    const E* gates = (const E*)a.gates + row * a.gates_row;
+    for (int64_t head = 0; head < a.heads; head++, x += a.size, gates += a.gates_head) {
+        int64_t c = 0;
+        for (; c + LANES <= a.size; c += LANES)
+            put<true>(x + c, mul(get<true>(x + c, LANES), sigmoid(get<true>(gates + c, LANES), E())), LANES);
+        const int64_t n = a.size - c;
+        if (n) put<false>(x + c, mul(get<false>(x + c, n), sigmoid(get<false>(gates + c, n), E())), n);
+    }
 }
 
 }  // namespace CAESURA_ISA

@@ -16,8 +16,9 @@ template <bool WHOLE, class E>
 CAESURA_INLINE F square_step(const E* x, E* residual, int64_t n, F sum) {
     F value = get<WHOLE>(x, n);
     if (residual) {
-        value = rounded(add(get<WHOLE>(residual, n), value), E());
-        put<WHOLE>(residual, value, n);
+        const F exact = add(get<WHOLE>(residual, n), value);
+        put<WHOLE>(residual, exact, n);
+        value = rounded(exact, E());
     }
     return fma(value, value, sum);
 }
@@ -39,15 +40,35 @@ static float inverse_rms(const E* x, E* residual, int64_t size, float eps) {
     return 1.0f / std::sqrt(total / (float)size + eps);
 }
 
+// Not yet rounded after the weight.
 template <bool WHOLE, bool FROM_ONE, class E>
 CAESURA_INLINE F normal(const E* x, const E* weight, float inverse, int64_t n) {
     const F unit = mul(get<WHOLE>(x, n), set1(inverse)), factor = get<WHOLE>(weight, n);
-    if constexpr (FROM_ONE) return rounded(mul(unit, add(set1(1.0f), factor)), E());
-    return rounded(mul(rounded(unit, E()), factor), E());
+    if constexpr (FROM_ONE) return mul(unit, add(set1(1.0f), factor));
+    return mul(rounded(unit, E()), factor);
 }
 
 // x * sigmoid(slope x). e^-x as a square: exp() ends at EXP_MAX, and here infinity has to be reached.
 CAESURA_INLINE F swish(F x, float slope) {
     const F root = exp(mul(x, set1(-0.5f * slope)));
     return div(x, fma(root, root, set1(1.0f)));
+}
+
+// Hendrycks and Gimpel, 2016, arXiv:1606.08415: the form with tanh.
+CAESURA_INLINE F gelu_tanh(F x) {
+    const F cubed = mul(mul(x, x), x), inner = mul(fma(set1(0.044715f), cubed, x), set1(0.7978845608f));
+    return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
+}
+
+// Not yet rounded.
+template <int BEND, class E>
+CAESURA_INLINE F gated(F x, F y, E type) {
+    if constexpr (BEND == CLAMPED) {  // the second argument of min() and max() where either is NaN
+        x = min(set1(7.0f), x);
+        y = rounded(add(max(set1(-7.0f), min(set1(7.0f), y)), set1(1.0f)), type);
+        x = swish(x, 1.702f);
+    } else {
+        x = BEND == SILU ? swish(x, 1.0f) : gelu_tanh(x);
+    }
+    return mul(rounded(x, type), y);
 }

@@ -1,5 +1,5 @@
-// What surrounds the grouped products of linear.cpp: the choice of experts, pairs (token, expert) sorted by expert, and each
-// token's weighted sum of what its experts made of it.
+// Operations around the grouped products of linear.cpp: the choice of experts, pairs (token, expert) sorted by expert, and each
+// token's weighted sum of its experts' outputs.
 //
 // Invariants:
 // - A token's bits depend on that token alone: choice, weights and sum, which is taken in the order of its experts.

@@ -8,8 +8,8 @@
 //
 //     panel 0: | tile 0: 16 x 16 of outputs 0..15 | 16 x 16 of outputs 16..31 | tile 1: ... |
 //
-// A word of an fp8 or int8 weight is four neighbouring values of a row. They and fp16 become wider before they are multiplied:
-// linear_unpacked.h, linear_int8.h.
+// A word of an fp8 or int8 weight is four neighbouring values of a row, or eight of four bits. Floating-point weights meet
+// rows of x as linear_float.h takes them; whole numbers meet such of x (linear_int8.h).
 //
 // One 64-byte line is one word of 16 outputs: what a vector register holds, to be multiplied by one broadcast word of x. A
 // panel is read from its first byte to its last, each line once per block of rows. Half a tile is what AMX calls one, too.
@@ -21,7 +21,11 @@
 #ifndef CAESURA_ISA
 
 #include "operations.h"
+#if defined(__x86_64__)
+#include "tiles.h"
+#endif
 
+#include <optional>
 #include <type_traits>
 
 using namespace caesura;
@@ -30,16 +34,27 @@ namespace {
 
 constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 
-// How far ahead of its use a line of the weight is asked for, in words: four tiles, 8 KB. The processor's own prefetcher
+// Distance ahead of its use at which a line of the weight is prefetched, in words: four tiles, 8 KB. The processor's own prefetcher
 // loses the track where rows of x are read beside it. Into the second-level cache: the first has room for few lines under way
 // (docs/contributing/experiments.md: half the time on Zen 4). Where a panel is gone through several times, memory is idle after the
 // first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
 
-// Of a row of a weight.
+// Size of the chunk of x that a thread multiplies by a panel before the next one: it should stay in the second-level cache. Chunks
+// of fewer rows would read a weight again too soon; AMX needs more rows, as it multiplies faster.
+constexpr int64_t CHUNK_BYTES = 400 << 10, INPUT_WORDS = CHUNK_BYTES / 4, CHUNK_ROWS = 48, AMX_CHUNK_ROWS = 256;
+
+// Rows of x as products with floating-point weights take them, in a thread's own memory. They are taken once for all panels.
+struct Inputs {
+    const void* x = nullptr;  // where the first of them lies
+    int64_t rows, values, stride;
+    alignas(64) float words[INPUT_WORDS];
+};
+
+// Elements of a word of a weight.
 template <class E>
-int64_t weight_words(int64_t inputs, const float* scales, E) {
-    return inputs * (int64_t)(scales ? sizeof(fp8) : sizeof(E)) / 4;
+int64_t values_of(const float* scales, const int8_t* numbers, E) {
+    return numbers ? VALUES<int4> : scales ? VALUES<int8> : VALUES<E>;
 }
 
 CAESURA_INLINE const float* panel_start(const Linear& a, int64_t number) {
@@ -59,32 +74,24 @@ enum Walk { PACK, UNPACK, EQUAL };
 
 namespace {
 
-// What of x a thread goes through before it comes to the next panel: it should stay in the second-level cache. With fewer
-// rows than these a weight would be read again before it has been made use of; AMX is done sooner.
-constexpr int64_t CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 48, AMX_CHUNK_ROWS = 256;
 // Multiplications that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 16;
 
-// A row of x.
+// Rows of a chunk, at most.
 template <class W, class E>
-int64_t x_bytes(const Linear& a) {
-    return a.words * 4 * (int64_t)(sizeof(E) / sizeof(W));
-}
-
-int64_t cached_rows(int64_t x_bytes) {
+int64_t most_rows(const Linear& a) {
 #if defined(__x86_64__)
-    const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
-#else
-    constexpr int64_t least = CHUNK_ROWS;
+    if constexpr (std::is_same_v<W, bf16> || std::is_same_v<W, int8>)
+        if (caesura::active_isa == AMX) return larger(AMX_CHUNK_ROWS, CHUNK_BYTES / (a.words * 4));
 #endif
-    const int64_t fitting = CHUNK_BYTES / x_bytes;
-    return fitting < least ? least : fitting;
+    int64_t rows;
+    CAESURA_DISPATCH(count_rows<W, E>(a, rows));
+    return rows;
 }
 
 // Tasks are (chunk of rows, panel), panels innermost. With few panels there are more chunks, so that the threads' shares are
 // nearly equal.
-int64_t chunk_rows(const Linear& a, int64_t x_bytes, int64_t panels, int threads) {
-    const int64_t most = cached_rows(x_bytes);
+int64_t chunk_rows(const Linear& a, int64_t most, int64_t panels, int threads) {
     int64_t chunks = (a.rows + most - 1) / most;
     const int64_t wanted = (4 * threads + panels - 1) / panels, possible = a.rows / CHUNK_ROWS;
     if (chunks < wanted) chunks = wanted < possible ? wanted : possible;
@@ -92,43 +99,83 @@ int64_t chunk_rows(const Linear& a, int64_t x_bytes, int64_t panels, int threads
 }
 
 #if defined(__x86_64__)
-// Of int8 weights: fewer rows than these wait for memory either way, and for tiles longer.
-bool by_tiles(const Linear& a) { return caesura::active_isa == AMX && a.rows > 4; }
+// Int8 weights: with fewer rows than these a product waits for memory either way, and longer with tiles. Codes are no bytes.
+bool by_tiles(const Linear& a) { return caesura::active_isa == AMX && a.rows > 4 && !a.numbers; }
 #endif
 
-// Of weights W with x of E.
+// Multiplies rows of x, of E, by panels of W: a thread's part of a stage.
 template <class W, class E>
-void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+struct Multiplier {
+    Inputs inputs;
 #if defined(__x86_64__)
-    if constexpr (std::is_same_v<W, bf16>)
-        if (caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
-    if constexpr (std::is_same_v<W, int8>)
-        if (by_tiles(a)) return amx::int8_panel_rows<E>(a, panel, row, end);
+    std::optional<amx::Products> tiles;
 #endif
-    CAESURA_DISPATCH(panel_rows<W, E>(a, panel, row, end));
-}
+
+    Multiplier() {
+#if defined(__x86_64__)
+        if (std::is_same_v<W, bf16> && caesura::active_isa == AMX) tiles.emplace();
+#endif
+    }
+
+    // Takes rows [row, end) and a panel, or one of a gate and that of what it multiplies. Results are there after finish().
+    void add(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+#if defined(__x86_64__)
+        if (tiles) return tiles->add(a, panel, row, end);
+#endif
+        panel_of(a, panel, row, end);
+        if (!a.gate) return;
+        panel_of(a, panel + a.gate->size / PANEL, row, end);
+        const int64_t first = panel * PANEL * (int64_t)sizeof(E);
+        Gate part = *a.gate;
+        part.gate = (const char*)part.gate + first, part.up = (const char*)part.up + first, part.out = (char*)part.out + first;
+        part.size = PANEL;
+        gate_rows(part, row, end, E());
+    }
+
+    void finish() {
+#if defined(__x86_64__)
+        if (tiles) tiles->finish();
+#endif
+    }
+
+   private:
+    void panel_of(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+#if defined(__x86_64__)
+        if constexpr (std::is_same_v<W, int8>)
+            if (by_tiles(a)) return amx::int8_panel_rows<E>(a, panel, row, end);
+#endif
+        CAESURA_DISPATCH(panel_rows<W, E>(a, inputs, panel, row, end));
+    }
+};
+
+// Panels that are tasks: with a gate, each with one of what it multiplies.
+int64_t count_panels(const Linear& a) { return round_up(a.gate ? a.gate->size : a.outputs, PANEL) / PANEL; }
 
 template <class W, class E>
 void all_panels(const Linear& a, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, x_bytes<W, E>(a), panels, team.size);
-    const int64_t tasks = panels * ((a.rows + chunk - 1) / chunk);
-    team.each(tasks, [&](int64_t task, int64_t) {
-        const int64_t row = task / panels * chunk, end = smaller(row + chunk, a.rows);
-        panel_rows<W, E>(a, task % panels, row, end);
+    const int64_t each = a.rope ? a.rope->size / PANEL : 1, panels = count_panels(a) / each;
+    const int64_t chunk = chunk_rows(a, most_rows<W, E>(a), panels, team.size), tasks = panels * ((a.rows + chunk - 1) / chunk);
+    Multiplier<W, E> multiplier;
+    team.each(tasks, [&](int64_t task, int64_t next) {
+        const int64_t row = task / panels * chunk, end = smaller(row + chunk, a.rows), first = task % panels * each;
+        for (int64_t panel = first; panel < first + each; panel++) multiplier.add(a, panel, row, end);
+        if (a.rope || next < 0) multiplier.finish();
+        if (a.rope) rope_rows(*a.rope, task % panels, row, end, E());
     });
 }
 
+// Rows of x in 8 bits, some to a task.
 template <class E>
-void int8_panels(const Linear& a, Team& team) {
-    team.each(a.rows, [&](int64_t row, int64_t) {
-        char* to = (char*)a.narrow + row * narrow_row_bytes(a.words);
-        const E* x = (const E*)((const char*)a.x + row * a.x_stride);
-#if defined(__x86_64__)
-        if (by_tiles(a)) return amx::narrow_row(x, a.words * 4, to);
-#endif
-        CAESURA_DISPATCH(narrow_row(x, a.words * 4, to));
+void narrow_rows(const Linear& a, Team& team) {
+    constexpr int64_t ELEMENTS = 4096;
+    const int64_t inputs = a.words * (a.numbers ? VALUES<int4> : VALUES<int8>), each = ELEMENTS / inputs + 1;
+    team.each((a.rows + each - 1) / each, [&](int64_t task, int64_t) {
+        for (int64_t row = task * each; row < smaller((task + 1) * each, a.rows); row++) {
+            char* to = (char*)a.narrow + row * narrow_row_bytes(inputs);
+            const E* x = (const E*)((const char*)a.x + row * a.x_stride);
+            CAESURA_DISPATCH(narrow_row(x, inputs, a.numbers ? INT4_COLUMNS : INT8_COLUMNS, to));
+        }
     });
-    all_panels<int8, E>(a, team);
 }
 
 template <class E>
@@ -140,35 +187,45 @@ void linear_alone(const Linear& a, int threads) {
 // Rows in groups. They differ in size, so there are tasks without rows; threads help each other with the rest.
 template <class W, class E>
 void all_groups(const Linear& a, const Groups& groups, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(x_bytes<W, E>(a)), count = *groups.count;
+    const int64_t panels = count_panels(a), chunk = most_rows<W, E>(a), count = *groups.count;
+    const int64_t weights = round_up(a.outputs, PANEL) / PANEL;  // panels of one
     int64_t most = 0;
     for (int64_t g = 0; g < count; g++) most = groups.starts[g + 1] - groups.starts[g] > most ? groups.starts[g + 1] - groups.starts[g] : most;
     const int64_t chunks = (most + chunk - 1) / chunk;
-    team.each(count * chunks * panels, [&](int64_t task, int64_t) {
+    Multiplier<W, E> multiplier;
+    team.each(count * chunks * panels, [&](int64_t task, int64_t next) {
         const int64_t g = task / (chunks * panels), row = groups.starts[g] + task / panels % chunks * chunk;
         const int64_t end = smaller(row + chunk, groups.starts[g + 1]), expert = groups.experts[g];
-        if (row >= end) return;
         Linear of_group = a;
-        of_group.weight = panel_start(a, expert * panels);
+        of_group.weight = panel_start(a, expert * weights);
         if (a.bias) of_group.bias = (const E*)a.bias + expert * a.outputs;
-        if (a.scales) of_group.scales += expert * panels * PANEL * ((a.words + a.scale_words - 1) / a.scale_words);
-        panel_rows<W, E>(of_group, task % panels, row, end);
+        if (a.scales) of_group.scales += expert * weights * PANEL * ((a.words + a.scale_words - 1) / a.scale_words);
+        if (row < end) multiplier.add(of_group, task % panels, row, end);
+        if (next < 0) multiplier.finish();
     });
 }
 
 template <class E>
 void all_batches(const Linear& a, const Batch& batch, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, x_bytes<E, E>(a), panels * batch.count, team.size);
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, most_rows<E, E>(a), panels * batch.count, team.size);
     if (a.rows == 0) return team.each(0, [](int64_t, int64_t) {});
     const int64_t chunks = (a.rows + chunk - 1) / chunk;
-    team.each(batch.count * chunks * panels, [&](int64_t task, int64_t) {
+    Multiplier<E, E> multiplier;
+    team.each(batch.count * chunks * panels, [&](int64_t task, int64_t next) {
         const int64_t number = task / (chunks * panels), row = task / panels % chunks * chunk;
         Linear one = a;
         one.weight = panel_start(a, number * panels);
         one.x = (const char*)a.x + number * batch.x_bytes;
         one.y = (E*)a.y + number * batch.y_elements;
-        panel_rows<E, E>(one, task % panels, row, smaller(row + chunk, a.rows));
+        multiplier.add(one, task % panels, row, smaller(row + chunk, a.rows));
+        if (next < 0) multiplier.finish();
     });
+}
+
+void unpack_row(const float* packed, int64_t row, int64_t words, char* out) {
+    packed += row / PANEL * PANEL * round_up(words, TILE) + row % PANEL / 16 * HALF + row % 16;
+    for (int64_t word = 0; word < words; word++)
+        std::memcpy(out + word * 4, packed + word / TILE * 2 * HALF + word % TILE * 16, 4);
 }
 
 // Outputs [start, start + n) against `rows`; stops soon after the first difference.
@@ -185,7 +242,7 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
         const int64_t first = group * 16 > start ? group * 16 : start, last = smaller(end, group * 16 + 16);
         float* tile = packed + group / 2 * PANEL * row_words + group % 2 * HALF + first % 16;
         char* row = rows + (first - start) * stride;
-        // What this thread comes to next, if there is as much.
+        // The rows that this thread packs next, if there are as many.
         const char* later = end - last >= 16 ? row + (last - first) * stride : row;
         bool equal = true;
         CAESURA_DISPATCH(walk_halves<W>(tile, row, later, stride, last - first, words, equal));
@@ -202,28 +259,69 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
 
 }  // namespace
 
+void caesura::gather_packed(const PairRows& a, Team& team) {
+    team.each(a.pairs, [&](int64_t i, int64_t) {
+        unpack_row((const float*)a.x, a.tokens[i], a.bytes / 4, (char*)a.out + i * a.bytes);
+    });
+}
+
+// FUNCTION<W, E>(a, ...), W being what the weight of `a` is stored as.
+#define CAESURA_BY_WEIGHT(FUNCTION, E, a, ...)                        \
+    do {                                                              \
+        if (!a.scales) return FUNCTION<E, E>(a, __VA_ARGS__);         \
+        if (!a.narrow) return FUNCTION<fp8, E>(a, __VA_ARGS__);       \
+        if (!a.numbers) return FUNCTION<int8, E>(a, __VA_ARGS__);     \
+        FUNCTION<int4, E>(a, __VA_ARGS__);                            \
+    } while (0)
+
+// Without what does not begin and end with panels, and has to follow as a stage of its own.
+Linear within_panels(Linear a) {
+    if (a.gate && a.gate->size % PANEL) a.gate = nullptr;
+    if (a.rope && (a.rope->size % PANEL || a.rope->q_head != a.rope->size)) a.rope = nullptr;
+    return a;
+}
+
+template <class E>
+void multiply(const Linear& a, Team& team) {
+    if (a.narrow) narrow_rows<E>(a, team);
+    CAESURA_BY_WEIGHT(all_panels, E, a, team);
+}
+
+template <class E>
+void multiply(const Linear& a, const Groups& groups, Team& team) {
+    if (a.narrow) narrow_rows<E>(a, team);
+    CAESURA_BY_WEIGHT(all_groups, E, a, groups, team);
+}
+
 #define CAESURA_LINEAR(NAME, E)                                                                                            \
     void caesura::linear(const Linear& a, Team& team, E) {                                                                 \
-        a.narrow ? int8_panels<E>(a, team) : a.scales ? all_panels<fp8, E>(a, team) : all_panels<E, E>(a, team);           \
+        const Linear within = within_panels(a);                                                                            \
+        multiply<E>(within, team);                                                                                         \
+        if (a.gate && !within.gate) gate_mul(*a.gate, team, E());                                                          \
+        if (a.rope && !within.rope) rope_store(*a.rope, team, E());                                                        \
     }                                                                                                                      \
     void caesura::grouped_linear(const Linear& a, const Groups& groups, Team& team, E) {                                   \
-        a.scales ? all_groups<fp8, E>(a, groups, team) : all_groups<E, E>(a, groups, team);                                \
+        const Linear within = within_panels(a);                                                                            \
+        multiply<E>(within, groups, team);                                                                                 \
+        if (a.gate && !within.gate) gate_mul(*a.gate, team, E());                                                          \
     }                                                                                                                      \
     void caesura::batched_linear(const Linear& a, const Batch& batch, Team& team, E) { all_batches<E>(a, batch, team); }    \
     CAESURA_API void caesura_linear_##NAME(const void* x, int64_t x_stride, const void* weight, const float* scales,       \
-                                           int64_t scale_columns, const void* bias, void* y, int64_t y_stride,             \
-                                           int64_t rows, int64_t outputs, int64_t inputs, int wide, void* narrow,          \
-                                           int threads) {                                                                  \
-        linear_alone<E>({x, x_stride * (int64_t)sizeof(E), weight, bias, y, y_stride, rows, outputs,                       \
-                         weight_words(inputs, scales, E()), wide != 0, scales, scale_columns / 4, narrow}, threads);       \
+                                           int64_t scale_columns, const int8_t* numbers, const void* bias, void* y,        \
+                                           int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int wide,      \
+                                           void* narrow, int threads) {                                                    \
+        const int64_t values = values_of(scales, numbers, E());                                                            \
+        linear_alone<E>({x, x_stride * (int64_t)sizeof(E), weight, bias, y, y_stride, rows, outputs, inputs / values,      \
+                         wide != 0, scales, scale_columns / values, narrow, numbers}, threads);                            \
     }                                                                                                                      \
     /* Contiguous x and y. */                                                                                              \
     CAESURA_API void caesura_grouped_linear_##NAME(const void* x, const void* weight, const float* scales,                 \
-                                                   int64_t scale_columns, const void* bias, void* y,                       \
-                                                   const int64_t* experts, const int64_t* starts, int64_t groups,          \
-                                                   int64_t outputs, int64_t inputs, int threads) {                         \
+                                                   int64_t scale_columns, const int8_t* numbers, const void* bias,         \
+                                                   void* y, const int64_t* experts, const int64_t* starts, int64_t groups, \
+                                                   int64_t outputs, int64_t inputs, void* narrow, int threads) {           \
+        const int64_t values = values_of(scales, numbers, E());                                                            \
         const Linear a = {x, inputs * (int64_t)sizeof(E), weight, bias, y, outputs, starts[groups], outputs,               \
-                          weight_words(inputs, scales, E()), false, scales, scale_columns / 4};                            \
+                          inputs / values, false, scales, scale_columns / values, narrow, numbers};                        \
         run_team(threads, a.rows * outputs * a.words > PARALLEL,                                                           \
                  [&](Team& team) { grouped_linear(a, {experts, starts, &groups}, team, E()); });                           \
     }                                                                                                                      \
@@ -238,7 +336,7 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
     }
 CAESURA_EACH_TYPE(CAESURA_LINEAR)
 
-// From here on strides are in bytes, and `words` is the length of a row.
+// Below, strides are in bytes, and `words` is the length of a row.
 CAESURA_API void caesura_pack_rows(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n,
                                    int64_t words, int threads) {
     walk<PACK>((float*)packed, (char*)rows, stride, start, n, words, threads);
@@ -255,14 +353,12 @@ CAESURA_API int caesura_equal_rows(const void* packed, const void* rows, int64_t
     return walk<EQUAL>((float*)packed, (char*)rows, stride, start, n, words, threads);
 }
 
-// out[i] = row ids[i] of `outputs` many. 0, and nothing written, where an id is out of range, else 1.
-CAESURA_API int caesura_gather_rows(const void* packed, const int64_t* ids, void* out, int64_t stride, int64_t n,
-                                    int64_t outputs, int64_t words, int threads) {
+// out[i] = row ids[i] of `outputs` many, contiguous. 0, and nothing written, where an id is out of range, else 1.
+CAESURA_API int caesura_gather_rows(const void* packed, const int64_t* ids, void* out, int64_t n, int64_t outputs,
+                                    int64_t words, int threads) {
     for (int64_t i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= outputs) return 0;
-#pragma omp parallel for schedule(static) num_threads(threads) if (n * words > PARALLEL)
-    for (int64_t i = 0; i < n; i++)
-        walk<UNPACK>((float*)packed, (char*)out + i * stride, stride, ids[i], 1, words, 1);
+    run_team(threads, n * words > PARALLEL, [&](Team& team) { gather_packed({packed, ids, out, n, words * 4}, team); });
     return 1;
 }
 
@@ -270,13 +366,6 @@ CAESURA_API int caesura_gather_rows(const void* packed, const int64_t* ids, void
 
 namespace CAESURA_ISA {
 
-// From the first vector of outputs to the second, in words: the other half of the tile, or of the half.
-constexpr int64_t NEXT = LANES == 16 ? HALF : LANES;
-
-// A block is R rows by two vectors of outputs: 2 R sums in registers, two of the weight, one of x (and without bfloat16
-// instructions the halves of each word).
-template <class E>
-constexpr int ROWS = LANES == 16 ? 12 : sizeof(Computed<E>) == 4 ? 6 : 4;
 template <class E>
 CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, F sum) {
     const int64_t count = a.outputs - output;
@@ -294,74 +383,93 @@ CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, 
     }
 }
 
-// Rows [row, row + R) of the outputs [output, output + 2 LANES); `w` is the first line of these outputs. A line of `later` is
-// asked for with each word; ONCE: this is the only time that these lines are read.
-template <class E, int R, bool ONCE>
-static void block(const Linear& a, int64_t row, const float* w, int64_t output, const float* later) {
-    const char* x = (const char*)a.x + row * a.x_stride;
-    F sum[R][2];
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
-    for (int64_t begin = 0; begin < a.words; begin += TILE, w += 2 * HALF) {
-        const int64_t count = smaller(a.words - begin, TILE);
-        for (int64_t i = 0; i < count; i++, x += 4) {
-            const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
-            if constexpr (ONCE) {
-                fetch_second(w + i * 16 + AHEAD);
-                fetch_second(w + i * 16 + AHEAD + HALF);
-            } else {
-                fetch_second(later);
-                later += 16;
-            }
-#pragma GCC unroll 12
-            for (int r = 0; r < R; r++) {
-                const F value = set1_word(x + r * a.x_stride);
-                sum[r][0] = dot(sum[r][0], value, left, E());
-                sum[r][1] = dot(sum[r][1], value, right, E());
-            }
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        store_outputs<E>(a, row + r, output, sum[r][0]);
-        store_outputs<E>(a, row + r, output + LANES, sum[r][1]);
-    }
-}
+// Offset in a tile of vector `v` of the outputs of a panel.
+constexpr int64_t offset_of(int64_t v) { return v * LANES / 16 * HALF + v * LANES % 16; }
 
-template <class E, int R, bool ONCE>
-static void block_of(int rows, const Linear& a, int64_t row, const float* w, int64_t output, const float* later) {
-    if (rows == R) return block<E, R, ONCE>(a, row, w, output, later);
-    if constexpr (R > 1) block_of<E, R - 1, ONCE>(rows, a, row, w, output, later);
-}
+template <class W>
+constexpr bool IS_NUMBER = std::is_same_v<W, int8> || std::is_same_v<W, int4>;
 
-#include "linear_unpacked.h"
+// Words [word, word + count) of a panel; `tile` is that of the first, `word` a multiple of TILE.
+struct Part {
+    const float* tile;
+    int64_t word, count;
+    const float* scales = nullptr;  // of the panel
+};
+
+#include "elementwise.h"
+#include "linear_float.h"
 #include "linear_int8.h"
 
-// Rows [row, end) of one panel, in blocks of nearly equal size.
-template <class E>
-static void whole_panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
-    const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
-    if (blocks * PANEL == 2 * LANES) {
-        return block_of<E, ROWS<E>, true>((int)rows, a, row, panel_start(a, panel), panel * PANEL, nullptr);
+template <class W, class E, int R>
+static void block_of(int64_t rows, const Linear& a, const Part& part, const float* x, int64_t stride, int64_t output,
+                     const float* later, bool two, float* sums) {
+    if (rows == R) {
+        if constexpr (IS_NUMBER<W>) {
+            return number_block<W, E, R>(a, part, x, stride, output, later, two, sums);
+        } else {
+            return block<W, E, R>(a, part, x, stride, output, later, two, sums);
+        }
     }
-    const float* next = panel_start(a, panel + 1);  // two times `words` lines; beyond the last panel nothing is read
-    for (int64_t column = 0; column < PANEL; column += 2 * LANES) {
-        const float* w = panel_start(a, panel) + column * TILE;
+    if constexpr (R > 1) block_of<W, E, R - 1>(rows, a, part, x, stride, output, later, two, sums);
+}
+
+// sums[rows, PANEL] += all rows of x, from `x` on, times a part, in blocks of nearly equal size. Those that read the part first
+// ask for as much of `later`, in the order in which it lies; memory is idle afterwards.
+template <class W, class E>
+static void meet(const Linear& a, const Part& part, const float* x, int64_t stride, int64_t rows, const float* later, float* sums) {
+    constexpr bool SIDES = LANES != 16;  // a panel is gone through twice
+    const int64_t blocks = (rows + BLOCK_ROWS<W, E> - 1) / BLOCK_ROWS<W, E>;
+    for (int64_t output = 0; output < PANEL; output += 2 * LANES) {
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
-            const float* later = column == 0 && b == 0 ? next : next + a.words * 16;
-            block_of<E, ROWS<E>, false>((int)(last - first), a, row + first, w, panel * PANEL + column, later);
+            const float* half = later + ((SIDES ? output : b) > 0 ? part.count * 16 : 0);
+            block_of<W, E, BLOCK_ROWS<W, E>>(last - first, a, part, x + first * stride, stride, output,
+                                             SIDES && b > 0 ? part.tile : half, blocks == 1, sums + first * PANEL + output);
         }
     }
 }
 
+// Rows of a chunk, at most.
 template <class W, class E>
-static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
-    if constexpr (std::is_same_v<W, int8>) {
-        int8_panel_rows<E>(a, panel, row, end);
-    } else if constexpr (sizeof(W) < sizeof(Computed<E>)) {
-        unpacked_panel_rows<W, E>(a, panel, row, end);
-    } else {
-        whole_panel_rows<E>(a, panel, row, end);
+static void count_rows(const Linear& a, int64_t& rows) {
+    const int64_t stride = IS_NUMBER<W> ? a.words * VALUES<W> / 4 : stride_of(a.words * STEPS<W, E>);
+    rows = larger(LEAST_ROWS<W, E>, smaller(INPUT_WORDS / stride, MOST_ROWS<W>));
+}
+
+// Rows [row, end) of one panel: a chunk, or less.
+template <class W, class E>
+static void panel_rows(const Linear& a, Inputs& inputs, int64_t panel, int64_t row, int64_t end) {
+    constexpr int64_t EACH = 4 / sizeof(W);
+    const int64_t rows = end - row, row_words = round_up(a.words, TILE);
+    const int64_t fitting = IS_NUMBER<W> ? a.words : (INPUT_WORDS / rows / 16 - 1) * 16 / STEPS<W, E> / PIECE * PIECE;
+    const bool direct = FEW<W> == 0 || rows <= FEW<W>;
+    const int64_t piece = !direct ? PIECE : LANES == 16 ? row_words : DIRECT_PIECE;
+    const int64_t ahead = LANES == 16 && rows > BLOCK_ROWS<W, E> ? PANEL * row_words : AHEAD;
+    alignas(64) float sums[MOST_ROWS<W> * PANEL];
+    std::memset(sums, 0, rows * PANEL * sizeof(float));
+    for (int64_t word = 0; word < a.words; word += fitting) {
+        Part part = {panel_start(a, panel) + word * PANEL, word, 0, a.scales ? a.scales + panel * PANEL : nullptr};
+        const int64_t end_word = smaller(word + fitting, a.words);
+        if constexpr (!IS_NUMBER<W>) take<E>(a, row, rows, word * EACH, (end_word - word) * EACH, inputs);
+        for (; part.word < end_word; part.word += piece, part.tile += piece * PANEL) {
+            part.count = smaller(piece, end_word - part.word);
+            if constexpr (IS_NUMBER<W>) {
+                const int64_t stride = narrow_row_bytes(a.words * VALUES<W>) / 4;
+                meet<W, E>(a, part, (const float*)a.narrow + row * stride, stride, rows, part.tile + ahead, sums);
+            } else {
+                const float* x = inputs.words + (part.word - word) * STEPS<W, E>;
+                if (direct) {
+                    meet<W, E>(a, part, x, inputs.stride, rows, part.tile + ahead, sums);
+                } else {
+                    alignas(64) float lines[FEW<W> ? PANEL * PIECE * STEPS<W, E> : 1];
+                    meet<Computed<E>, E>(a, unpack<W, E>(a, part, lines), x, inputs.stride, rows, part.tile + AHEAD, sums);
+                }
+            }
+        }
     }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t output = 0; output < PANEL; output += LANES)
+            store_outputs<E>(a, row + r, panel * PANEL + output, load(sums + r * PANEL + output));
 }
 
 // 16 outputs times 16 words: a half of a tile. Whole lines are written past the caches, which then need not read them first.

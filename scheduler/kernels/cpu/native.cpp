@@ -1,4 +1,4 @@
-// Which instruction sets this machine permits, and which of them serves.
+// The instruction sets that this machine permits, and the one in use.
 #include "operations.h"
 
 #if defined(__x86_64__)
@@ -20,7 +20,7 @@ bool tiles_permitted() {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-// Which __builtin_cpu_supports does not know in every compiler.
+// Feature bits that __builtin_cpu_supports does not know in every compiler.
 bool has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
@@ -39,8 +39,8 @@ int best_isa() {
 #else
 // NEON is part of 64-bit ARM.
 int best_isa() {
-    constexpr unsigned long BF16 = 1ul << 14;  // Linux's HWCAP2_BF16
-    return getauxval(AT_HWCAP2) & BF16 ? NEONBF16 : NEON;
+    constexpr unsigned long BF16 = 1ul << 14, DOT = 1ul << 20;  // Linux's HWCAP2_BF16, HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP2) & BF16 && getauxval(AT_HWCAP) & DOT ? NEONBF16 : NEON;
 }
 #endif
 
@@ -50,7 +50,7 @@ namespace caesura {
 int active_isa = NONE;  // until caesura_use_isa(), which comes first
 }
 
-// Lets `isa` serve, at most what the machine permits; returns what serves now. Not while a kernel runs.
+// Selects `isa`, or the best that the machine permits below it; returns the one in use. Not while a kernel runs.
 CAESURA_API int caesura_use_isa(int isa) {
     static const int best = best_isa();
     caesura::active_isa = isa < best ? isa : best;
@@ -61,9 +61,10 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 19; }
+CAESURA_API int caesura_abi() { return 28; }
 
 // Compared with that of the structure in native.py: one that is too short would be read beyond its end.
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }
 CAESURA_API int caesura_layer_tensors_bytes() { return sizeof(caesura::LayerTensors); }
+CAESURA_API int caesura_sampling_bytes() { return sizeof(caesura::Sampling); }
 CAESURA_API int caesura_layer_form_bytes() { return sizeof(caesura::LayerForm); }

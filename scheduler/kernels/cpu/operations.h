@@ -1,10 +1,37 @@
-// The operations that decoder.cpp puts together. Strides are in elements where nothing else is said; the last argument says of
-// which type the elements are.
+// The operations that decoder.cpp puts together. Strides are in elements unless stated otherwise; the last argument selects the
+// element type.
 #pragma once
 
 #include "team.h"
 
 namespace caesura {
+
+// A gate's nonlinearity, as numbered in kernels/elementwise.py. CLAMPED: values are cut at +-7 (those of the gate above only),
+// the gate is gate * sigmoid(1.702 gate), and 1 is added to what it multiplies (gpt-oss).
+enum Bend : int { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
+
+struct Gate {
+    const void *gate, *up;  // `size` elements of a row each
+    int64_t row;
+    void* out;
+    int64_t out_row, rows, size;
+    int bend;
+};
+
+struct Rope {
+    const void* qkv;  // a token: query heads, key heads, value heads, `size` each; query heads are `q_head` apart
+    int64_t qkv_token, q_head, heads, kv_heads, size, rotated;  // the first elements of a head are rotated
+    const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
+    float eps;
+    bool from_one;
+    const void *cos, *sin;  // a row: rotated / 2
+    int64_t angles_row;
+    const int64_t* positions;  // of a token: its row of angles; nullptr: they lie as tokens do
+    const int64_t* slots;
+    void *keys, *values;  // [page, kv head, 16, size]
+    void* q;  // heads as far apart as in qkv
+    int64_t q_token, tokens;
+};
 
 // y[rows, outputs] = x[rows, words] @ w[outputs, words]^T + bias: linear.cpp, which describes the weight.
 struct Linear {
@@ -16,19 +43,31 @@ struct Linear {
     int64_t y_stride;
     int64_t rows, outputs, words;  // of the weight's rows
     bool wide = false;  // y is float, whatever x is; no bias then
-    // nullptr: the weight is of x's type. Else it is fp8 (or int8), a word of it four elements, and every `scale_words` of them
+    // nullptr: the weight is of x's type. Else it is fp8 (or int8), a word of it four elements (or eight), and every `scale_words` of them
     // have a line of scales: one for each output, padded to whole panels.
     const float* scales = nullptr;
     int64_t scale_words = 0;
-    // Not nullptr: the weight is int8 instead, and here is room for the rows of x in 16 bits (linear_int8.h).
+    // Not nullptr: the weight is int8 instead, and here is room for the rows of x in 8 bits (linear_int8.h).
     void* narrow = nullptr;
+    // Not nullptr: an element is four bits instead, the number of one of these sixteen.
+    const int8_t* numbers = nullptr;
+    // Not nullptr: what follows, while outputs are still in a cache. Those of a gate may then be missing from y.
+    const Gate* gate = nullptr;
+    const Rope* rope = nullptr;  // not of groups
 };
 
-constexpr int64_t INT8_COLUMNS = 128;  // that share a scale
-constexpr int64_t NARROW_HEAD = 64;    // bytes in front of a narrow row's numbers: its scale
+constexpr int64_t INT8_COLUMNS = 128, INT4_COLUMNS = 32;  // that share a scale
 
-// `words` of the weight's rows. kernels/linear.py has the same.
-inline int64_t narrow_row_bytes(int64_t words) { return NARROW_HEAD + 2 * round_up(words * 4, 64); }
+// A row of x in 8 bits: a scale and a start of sums for each block, then the numbers, both in whole lines.
+struct NarrowBlock {
+    float scale;
+    int32_t start;
+};
+inline int64_t narrow_head(int64_t inputs) {
+    return round_up((inputs + INT4_COLUMNS - 1) / INT4_COLUMNS * (int64_t)sizeof(NarrowBlock), 64);
+}
+// kernels/linear.py has the same.
+inline int64_t narrow_row_bytes(int64_t inputs) { return narrow_head(inputs) + round_up(inputs, 64); }
 
 // Rows sorted by the weight that they are multiplied by: rows [starts[g], starts[g + 1]) and weight experts[g], for each g below
 // *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole
@@ -65,42 +104,16 @@ struct LastNorm {
     bool from_one;
 };
 
-// What a gate is bent by, as numbered in kernels/elementwise.py. CLAMPED: values are cut at +-7 (those of the gate above only),
-// the gate is gate * sigmoid(1.702 gate), and 1 is added to what it multiplies (gpt-oss).
-enum Bend : int { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
-
-struct Gate {
-    const void* gate_up;  // a row: gate, then up, `size` each
-    int64_t row;
-    void* out;
-    int64_t out_row, rows, size;
-    int bend;
-};
-
-struct Rope {
-    const void* qkv;  // a token: query heads, key heads, value heads, `size` each
-    int64_t qkv_token, heads, kv_heads, size, rotated;  // the first elements of a head are rotated
-    const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
-    float eps;
-    bool from_one;
-    const void *cos, *sin;  // a row: rotated / 2
-    int64_t angles_row;
-    const int64_t* positions;  // of a token: its row of angles; nullptr: they lie as tokens do
-    const int64_t* slots;
-    void *keys, *values;  // [page, kv head, 16, size]
-    void* q;
-    int64_t q_token, tokens;
-};
-
 // `tokens` query tokens from number `token` of the step on, of the request in row `row` of the page table; the first of
-// them stands at `position`.
+// them stands at `position`. `count` tasks from this one on, of one token each, attend to their first `shared` positions
+// together: a multiple of 64, in the same pages. 0: one before this one computes it.
 struct Task {
-    int64_t row, token, tokens, position;
+    int64_t row, token, tokens, position, count, shared;
 
     int64_t end() const { return position + tokens; }
 };
 
-// What a layer makes of its scores.
+// A layer's window and the scaling of its scores.
 struct Form {
     int64_t window;  // positions that a token sees, its own included; 0: all before it
     float scale, softcap;  // scores become softcap * tanh(scale * score / softcap); 0: scale * score
@@ -130,8 +143,8 @@ struct Attention {
 };
 
 // Rotation, and one norm, of latent attention (elementwise.cpp). A token's q is `heads` times `rope` elements with `nope` others
-// between them, its kv `latent`, then `rope`; what becomes of the latter lies in one piece in its cell, and that of the former behind `latent` elements
-// of each head's query, whose front others write.
+// between them, its kv `latent`, then `rope`. The normalised and rotated kv is contiguous in the token's cell; rotated q goes behind the `latent`
+// first elements of each head's query, which a product writes.
 struct Latents {
     const void* q;
     int64_t q_token;
@@ -198,6 +211,13 @@ struct Sigmoid {
     int64_t rows, size;
 };
 
+// x[row, head, size] *= sigmoid(gates), which are strided; x is contiguous.
+struct HeadGates {
+    void* x;
+    const void* gates;
+    int64_t gates_row, gates_head, rows, heads, size;
+};
+
 // y[tokens[row]] += x[row], each token once; rows of `size` elements.
 struct AddRows {
     const void* x;
@@ -206,9 +226,62 @@ struct AddRows {
     int64_t rows, size;
 };
 
+// Offset in a row of a part of the first key head, and the distance to the same part of the next head.
+struct Place {
+    int64_t first, step;
+};
+
+// Neighbouring tokens of one sequence, and the rows of states that they begin from (NO_STATE: nothing), end in, and are copied to then
+// (NO_STATE: nowhere).
+struct Segment {
+    int64_t first, tokens, source, target, kept;
+};
+constexpr int64_t NO_STATE = -1;
+
+// Sizes of a layer with states, and the states that a step's tokens go through: delta.cpp. In the order of kernels/native.py.
+struct DeltaArguments {
+    const Place* places;  // in a row of the layer's first product, `width` elements: queries, keys, values, gates, b, a
+    const Segment* segments;
+    const int64_t* chains;  // segments [chains[c], chains[c + 1]) follow from one another
+    int64_t num_chains, width, key_heads, group, key_size, value_size, kernel;
+
+    int64_t channels() const { return key_heads * (2 * key_size + group * value_size); }
+    int64_t values() const { return key_heads * group * value_size; }
+};
+
+struct Delta : DeltaArguments {
+    const void* x;
+    const void* filters;  // [kernel, channels]
+    const void *log_rate, *rate_bias;  // [value heads]
+    const void* norm;  // [value_size]
+    float eps;
+    void* past;  // [states, kernel - 1, channels]
+    float* recurrent;  // [states, value heads, key_size, value_size]
+    void* out;  // [rows, value heads, value_size]
+};
+
+// One token for each row of logits, with its log-probabilities: sampler.cpp. In the order of kernels/native.py.
+struct Sampling {
+    void* logits;
+    int64_t stride, rows, vocabulary;
+    const float* temperature;  // nullptr: all 1. Greedy rows do not use theirs.
+    const uint8_t* greedy;
+    const double* uniforms;
+    int64_t* tokens;
+    float* logprobs;
+    float* raw_logprobs;      // nullptr: not wanted
+    float* sampled_logprobs;  // nullptr: not wanted. Of the kept tokens' distribution; 0 for greedy rows
+    const int64_t* top_k;     // nullptr: no row is filtered
+    const float* top_p;       // as top_k
+    const float* min_p;       // nullptr: all 0
+    int64_t* last_kept;       // nullptr: not wanted. The last token in descending order that the filters keep; -1: all are kept
+    const int64_t* given;     // nullptr: all are drawn. The row's token instead of one that is drawn; -1: none
+    double* workspace;        // caesura_sample_workspace() for each thread
+};
+
 constexpr int MAX_RANKS = 64;
 
-// Why a collective does not end.
+// Reasons why a collective does not end.
 enum Failure : int32_t { OK = 0, GONE = 1, LEFT = 2, ABORTED = 3, LATE = 4 };
 
 // One process's view of the ranks that share a memory: collectives.cpp. In the order of kernels/collectives.py.
@@ -222,15 +295,16 @@ struct Collective {
     int32_t failure, lost;
 };
 
-// x[size], contiguous, becomes the sum over all ranks, in rounds from this number on.
+// Elements [begin, end) of x[size], contiguous, become the sum over all ranks, in rounds from this number on.
 struct Reduce {
     Collective* collective;
     void* x;
     int64_t size;
     uint32_t round;
+    int64_t begin = 0, end = INT64_MAX;
 };
 
-// How many rounds that many bytes take; none without ranks.
+// Returns the number of rounds that so many bytes take; 0 without ranks.
 int64_t rounds_of(const Collective*, int64_t bytes);
 
 #define CAESURA_OPERATIONS(NAME, E)             \
@@ -241,17 +315,23 @@ int64_t rounds_of(const Collective*, int64_t bytes);
     void route(const Route&, Team&, E);         \
     void combine(const Combine&, Team&, E);     \
     void sigmoid_mul(const Sigmoid&, Team&, E); \
+    void gate_heads(const HeadGates&, Team&, E); \
+    void delta_step(const Delta&, Team&, E);    \
     void add_rows(const AddRows&, Team&, E);    \
     void rms_norm(const Norm&, Team&, E);       \
     void last_norm(const LastNorm&, Team&, E);  \
     void gate_mul(const Gate&, Team&, E);       \
+    void gate_rows(const Gate&, int64_t first, int64_t end, E);               \
+    void rope_rows(const Rope&, int64_t head, int64_t first, int64_t end, E); \
     void rope_store(const Rope&, Team&, E);     \
     void attention(const Attention&, Team&, E); \
+    void sample(const Sampling&, Team&, E);     \
     void all_reduce(const Reduce&, Team&, E);
 CAESURA_EACH_TYPE(CAESURA_OPERATIONS)
 #undef CAESURA_OPERATIONS
 void sort_pairs(const Sorting&, Team&);
 void gather_pairs(const PairRows&, Team&);
+void gather_packed(const PairRows&, Team&);  // x is packed as a weight: linear.cpp
 
 // One layer's tensors in a step of decoder.cpp, in the order of kernels/decoder_layers.py; nullptr: there is none.
 struct LayerTensors {
@@ -260,20 +340,21 @@ struct LayerTensors {
     const void *behind_attention, *behind_mlp;  // norms
     const void *sinks;
     const void *q_up, *w_kc, *w_vc;           // latent attention
+    const void *filters, *log_rate, *rate_bias, *delta_norm;  // of a layer with states
     const void *router, *router_bias, *experts_gate_up, *experts_gate_up_bias, *experts_down, *experts_down_bias, *shared_gate;
-    // Of fp8 or int8 weights; nullptr: the weight is of the model's type.
+    // Scales of quantised weights; nullptr: the weight is of the model's type.
     const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales, *q_up_scales, *experts_gate_up_scales, *experts_down_scales,
         *shared_gate_scales;
     // Adapters of the products (layers/lora.py), all slots' one after another; nullptr: none of the step changes the product.
     const void *qkv_a, *q_b, *k_b, *v_b, *o_a, *o_b, *gate_up_a, *gate_b, *up_b, *down_a, *down_b;
-    void *record, *keys, *values;
+    void *record, *keys, *values;  // of a layer with states: its past and recurrent ones
     const void *cos, *sin;
 };
 
-// What a layer computes, in the order of kernels/native.py; it never changes.
+// Constants of a layer, in the order of kernels/native.py.
 struct LayerForm {
     int64_t intermediate, bend;  // of the dense block, or of what every token goes through; 0: there is none
-    int64_t window;
+    int64_t window, has_states;  // states of the delta rule instead of KV
     int64_t experts, top_k, expert_size, expert_bend, normalize, record_row, record_bytes;  // 0 experts: there are none
     int64_t first_expert, held_experts;             // whose weights this process has
     int64_t groups, top_groups, sigmoid, best_two;  // of routing by groups
@@ -285,10 +366,15 @@ struct LayerForm {
 // tokens, of `hidden`. Angles have a row for each position. What latents and experts need is described in kernels/decoder.py.
 struct DecoderStep {
     int64_t tokens, hidden, heads, kv_heads, head_size, rotated, from_one;
-    int64_t scale_columns;  // inputs that share a scale of an fp8 or int8 weight
+    int64_t scale_columns;  // inputs that share a scale of a quantised weight
+    int64_t head_gates;  // a query head is followed by gates of its output
     int64_t latent, q_rank, nope, value_size, interleaved, parts;  // latent 0: ordinary attention; q_rank 0: queries have no latent
+    const int64_t* token_ids;  // of the rows of `embeddings` that become the residual; nullptr: it has been given
+    const void* embeddings;    // packed as the weight of a product is, or plain
+    int64_t embeddings_packed, vocabulary;
     void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
-    void* narrow;  // nullptr: weights with scales are fp8, not int8
+    void* narrow;            // nullptr: weights with scales are fp8, not int8
+    const int8_t* numbers;  // not nullptr: codes for these
     void *q, *q_up, *queries, *values;
     void *logits, *ids, *weights, *pair_tokens, *places, *hit, *starts, *next, *count, *rows, *expert_gate_up, *expert_gated, *gates;
     int64_t groups_row;  // hit, starts and count are of each layer, that far apart
@@ -302,9 +388,13 @@ struct DecoderStep {
     int64_t num_sampled;
     const void* last_norm;
     void* out;
+    const void* head;  // and its scales; its product with out goes to the logits of `sampling`
+    const float* head_scales;
+    const Sampling* sampling;  // nullptr: the call ends with the norm
     float* scratch;
     int64_t thread_floats;
     float eps, head_eps, scale, reserved;  // scale: of the scores of layers that have none of their own
+    DeltaArguments delta;
     Collective* ranks;  // nullptr: this process alone
     // The rows that have adapters, sorted by slot as pairs are by expert; change has rows as wide as the widest product.
     int64_t adapter_rank, adapter_rows, adapter_count;

@@ -13,34 +13,18 @@
 // - A row whose largest scaled logit is not finite, or that holds a NaN, gives token -1 and NaN.
 #ifndef CAESURA_ISA
 
-#include "common.h"
+#include "operations.h"
 
-#include <omp.h>
+using namespace caesura;
 
 namespace {
 
 constexpr int64_t BLOCK = 256;
+// Logits that are worth waking the other threads.
+constexpr int64_t PARALLEL = 1 << 14;
 constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
-struct Sampling {
-    const void* logits;
-    int64_t stride;
-    int64_t vocabulary;
-    const float* temperature;  // nullptr: all 1. Greedy rows do not use theirs.
-    const uint8_t* greedy;
-    const double* uniforms;
-    int64_t* tokens;
-    float* logprobs;
-    float* raw_logprobs;      // nullptr: not wanted
-    float* sampled_logprobs;  // nullptr: not wanted. Of the kept tokens' distribution; 0 for greedy rows
-    const int64_t* top_k;     // nullptr: no row is filtered
-    const float* top_p;       // as top_k
-    const float* min_p;       // nullptr: all 0
-    int64_t* last_kept;       // nullptr: not wanted. The last token in descending order that the filters keep; -1: all are kept
-    const int64_t* given;     // nullptr: all are drawn. The row's token instead of one that is drawn; -1: none
-
-    int64_t blocks() const { return (vocabulary + BLOCK - 1) / BLOCK; }
-};
+int64_t blocks_of(int64_t vocabulary) { return (vocabulary + BLOCK - 1) / BLOCK; }
 
 // fraction * total, and strictly below total even where that rounds up.
 CAESURA_INLINE double below(double fraction, double total) {
@@ -73,43 +57,24 @@ CAESURA_INLINE int64_t search(const double* cumulative, int64_t count, double ta
 namespace {
 
 template <class E>
-void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
-    const int64_t size = Workspace::size(a.vocabulary, a.blocks());
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows > 1 && rows * a.vocabulary > 1 << 14)
-    for (int64_t row = 0; row < rows; row++) {
-        const Workspace work(workspace + omp_get_thread_num() * size, a.vocabulary, a.blocks());
-        CAESURA_DISPATCH(sample_row<E>(a, row, work));
-    }
+void all_rows(const Sampling& a, Team& team) {
+    const int64_t blocks = blocks_of(a.vocabulary), size = Workspace::size(a.vocabulary, blocks);
+    const Workspace work(a.workspace + team.thread * size, a.vocabulary, blocks);
+    team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(sample_row<E>(a, row, work)); });
 }
 
 }  // namespace
 
-// `workspace` holds caesura_sample_workspace(vocabulary) doubles for each thread.
-#define CAESURA_SAMPLE(NAME, E)                                                                                        \
-    CAESURA_API void caesura_sample_given_##NAME(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary, \
-                                                 const float* temperature, const uint8_t* greedy,                      \
-                                                 const double* uniforms, int64_t* tokens, float* logprobs,             \
-                                                 float* raw_logprobs, float* sampled_logprobs, const int64_t* top_k,   \
-                                                 const float* top_p, const float* min_p, int64_t* last_kept,           \
-                                                 const int64_t* given, double* workspace, int threads) {               \
-        sample<E>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,          \
-                   sampled_logprobs, top_k, top_p, min_p, last_kept, given},                                           \
-                  rows, workspace, threads);                                                                           \
-    }                                                                                                                  \
-    CAESURA_API void caesura_sample_##NAME(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,       \
-                                           const float* temperature, const uint8_t* greedy, const double* uniforms,    \
-                                           int64_t* tokens, float* logprobs, float* raw_logprobs,                      \
-                                           float* sampled_logprobs, const int64_t* top_k, const float* top_p,          \
-                                           const float* min_p, int64_t* last_kept, double* workspace, int threads) {   \
-        sample<E>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,          \
-                   sampled_logprobs, top_k, top_p, min_p, last_kept, nullptr},                                         \
-                  rows, workspace, threads);                                                                           \
+#define CAESURA_SAMPLE(NAME, E)                                                                                     \
+    void caesura::sample(const Sampling& a, Team& team, E) { all_rows<E>(a, team); }                                \
+    CAESURA_API void caesura_sample_##NAME(const void* sampling, int threads) {                                     \
+        const Sampling& a = *(const Sampling*)sampling;                                                             \
+        run_team(threads, a.rows * a.vocabulary > PARALLEL, [&](Team& team) { sample(a, team, E()); });             \
     }
 CAESURA_EACH_TYPE(CAESURA_SAMPLE)
 
-CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) {
-    return Workspace::size(vocabulary, (vocabulary + BLOCK - 1) / BLOCK);
-}
+// Doubles of workspace that each thread needs.
+CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) { return Workspace::size(vocabulary, blocks_of(vocabulary)); }
 
 #else
 
@@ -192,8 +157,8 @@ static double sums(const E* logits, int64_t count, float temperature, float larg
 template <class E>
 static int64_t draw(const Sampling& a, const E* logits, double uniform, float temperature, float largest,
                     const double* cumulative) {
-    const double target = below(uniform, cumulative[a.blocks() - 1]);
-    const int64_t block = search(cumulative, a.blocks(), target), begin = block * BLOCK;
+    const double target = below(uniform, cumulative[blocks_of(a.vocabulary) - 1]);
+    const int64_t block = search(cumulative, blocks_of(a.vocabulary), target), begin = block * BLOCK;
     const int64_t count = smaller(BLOCK, a.vocabulary - begin);
     float entries[BLOCK];
     widen_block(logits + begin, count, entries);
@@ -227,7 +192,7 @@ static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
     int64_t token = 0;
     if (greedy) {
         int64_t block = 0;
-        while (block + 1 < a.blocks() && work.blocks[block] != raw_largest) block++;
+        while (block + 1 < blocks_of(a.vocabulary) && work.blocks[block] != raw_largest) block++;
         token = block * BLOCK;
         while (token + 1 < a.vocabulary && to_float(logits[token]) != raw_largest) token++;
     }

@@ -2,13 +2,13 @@
 // within each. execution/sampler.py has the definitions.
 //
 //     largest       scaled logits, descending                                      reach
-//     | bucket 0 | bucket 1 | ...  | bucket e: the kept end within it | ...          |     everything else is not looked at
+//     | bucket 0 | bucket 1 | ...  | bucket e: the kept end within it | ...          |     the rest is not read again
 //     1. `reach`: how far below the largest everything lies that can be kept, from the maxima of the blocks, the total or min_p
 //     2. one pass: how many tokens each bucket has, and the sum of their weights
 //     3. the bucket e in which the last kept token lies, and the bucket that holds u * kept mass: sorted, walked
 //
-// Nothing but these buckets is sorted (and a third, that of the k-th, where top-p is relative to top-k), by a sort that is linear in
-// their size, which is at worst the row's.
+// Only these buckets are sorted (and a third, that of the k-th token, where top-p is relative to top-k), by a sort that is linear in
+// their size, at worst the row's.
 //
 // Invariants:
 // - The order is that of the scaled logits, of equal ones the lower index first: buckets never disagree with it, since a token's
@@ -26,7 +26,7 @@ struct Bucket {
     int64_t count;
 };
 
-// What a thread works in, each after the other, 8 bytes an element; sampler.py knows their sum.
+// A thread's buffers, one after the other, 8 bytes an element; sampler.py allocates their sum.
 struct Workspace {
     double* blocks;     // [ceil(vocabulary / 256)] maxima, or cumulative sums
     Bucket* buckets;    // [MAX_BUCKETS]
@@ -82,14 +82,14 @@ uint64_t* sort(uint64_t* items, uint64_t* scratch, int64_t count) {
 }
 
 // A bucket, and what comes before it.
-struct Place {
+struct Spot {
     int64_t bucket, count;
     double mass;
 };
 
 // The bucket with which `most` tokens or the mass `enough` are reached; the last that holds any where neither is.
-Place find(const Bucket* buckets, int64_t num_buckets, int64_t most, double enough) {
-    Place last = {0, 0, 0.0};
+Spot find(const Bucket* buckets, int64_t num_buckets, int64_t most, double enough) {
+    Spot last = {0, 0, 0.0};
     int64_t count = 0;
     double mass = 0;
     for (int64_t i = 0; i < num_buckets; i++) {
@@ -114,8 +114,8 @@ struct Filter {
     bool by_k(int64_t vocabulary) const { return top_k < vocabulary; }
     bool active(int64_t vocabulary) const { return by_k(vocabulary) || top_p < 1 || min_p > 0; }
 
-    // How far below the largest scaled logit every token lies that is kept, or counts towards top-p: at most where weights
-    // end. `kth`: that distance of the top_k-th largest block maximum, infinite where there are fewer.
+    // Returns a distance below the largest scaled logit within which every token lies that is kept or counts towards top-p, at
+    // most that of the least weight. `kth`: the distance of the top_k-th largest block maximum, infinite with fewer blocks.
     double reach(int64_t vocabulary, double total, double kth) const {
         double reach = by_k(vocabulary) ? kth : INFINITY;
         if (!by_k(vocabulary) || top_p >= 1) {  // else the k best are needed whole: top-p is relative to their sum
@@ -207,7 +207,7 @@ static const uint64_t* sorted_bucket(const FilteredRow<E>& row, int64_t bucket) 
     return sort(row.work.items, row.work.scratch, found);
 }
 
-// How many of `count` items are taken until there are `most` or their weights have raised `mass` to `enough`.
+// Returns the number of items, at most `most` of `count`, whose weights raise `mass` to `enough`.
 static int64_t take(const uint64_t* items, int64_t count, float largest, int64_t most, double enough, double& mass) {
     const F m = set1(largest);
     const int64_t end = smaller(count, most);
@@ -251,7 +251,7 @@ static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double to
     int64_t opened = -1;
     double threshold = filter.top_p < 1 ? filter.top_p * total : (double)INFINITY;
     if (by_k && filter.top_p < 1) {
-        const Place kth = find(buckets, row.num_buckets, filter.top_k, INFINITY);
+        const Spot kth = find(buckets, row.num_buckets, filter.top_k, INFINITY);
         items = sorted_bucket(row, opened = kth.bucket);
         double within_k = kth.mass;
         take(items, buckets[opened].count, row.largest, filter.top_k - kth.count, INFINITY, within_k);
@@ -260,14 +260,14 @@ static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double to
 
     const int64_t most = smaller(filter.top_k, likely > 1 ? likely : 1);
     threshold = threshold > LEAST_MASS ? threshold : LEAST_MASS;  // at least one token is kept
-    const Place end = find(buckets, row.num_buckets, most, threshold);
+    const Spot end = find(buckets, row.num_buckets, most, threshold);
     if (end.bucket != opened) items = sorted_bucket(row, opened = end.bucket);
     mass = end.mass;
     int64_t kept = take(items, buckets[opened].count, row.largest, most - end.count, threshold, mass);
     last = item_index(items[kept - 1]);
 
     const double enough = above(below(uniform, mass));  // the sum is to exceed the target
-    const Place drawn = find(buckets, end.bucket + 1, most, enough);
+    const Spot drawn = find(buckets, end.bucket + 1, most, enough);
     if (drawn.bucket != end.bucket) {
         items = sorted_bucket(row, drawn.bucket);
         kept = buckets[drawn.bucket].count;

@@ -2,6 +2,10 @@
 
 using F = __m256;
 constexpr int LANES = 8;
+constexpr bool PAIRS = false;
+struct Two {
+    F first, second;
+};
 
 CAESURA_INLINE F zero() { return _mm256_setzero_ps(); }
 CAESURA_INLINE F set1(float x) { return _mm256_set1_ps(x); }
@@ -75,7 +79,7 @@ CAESURA_INLINE void store(fp16* p, F x, int64_t n) {
 }
 
 CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+CAESURA_INLINE F rounded(F x, bf16) { return (F)_mm256_and_si256(narrowed(x), _mm256_set1_epi32((int)0xffff0000)); }
 CAESURA_INLINE F rounded(F x, fp16) { return _mm256_cvtph_ps(narrow_to_fp16(x)); }
 
 CAESURA_INLINE F load_words(const void* p) { return _mm256_loadu_ps((const float*)p); }
@@ -85,19 +89,52 @@ CAESURA_INLINE F set1_word(const void* p) {
     return _mm256_castsi256_ps(_mm256_set1_epi32(word));
 }
 
+struct Halves {
+    F low, high;
+};
+CAESURA_INLINE F ready(F words, float) { return words; }
+CAESURA_INLINE Halves ready(F words, bf16) {
+    const __m256i x = _mm256_castps_si256(words), high = _mm256_set1_epi32((int)0xffff0000);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_and_si256(x, high))};
+}
+
 CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
-CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
-    const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b), high = _mm256_set1_epi32((int)0xffff0000);
-    const F odd = fma(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), sum);
-    return fma(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), odd);
+CAESURA_INLINE F dot(F sum, Halves a, Halves b, bf16) { return fma(a.low, b.low, fma(a.high, b.high, sum)); }
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) { return dot(sum, ready(a, bf16()), ready(b, bf16()), bf16()); }
+
+// Together, as GCC would load words early, and then sums would not fit into the registers.
+CAESURA_INLINE Two dot(Two sum, const float* word, Two words, float) {
+    F value;
+    asm("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+        : "+x"(sum.first), "+x"(sum.second), "=&x"(value)
+        : "m"(*word), "x"(words.first), "x"(words.second));
+    return sum;
 }
 
 using Ints = int32_t __attribute__((vector_size(32)));
-CAESURA_INLINE Ints dot(Ints sum, F a, F b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+struct Bytes {
+    __m256i size, sign;
+};
+CAESURA_INLINE Bytes to_bytes(F words) { return {_mm256_abs_epi8((__m256i)words), (__m256i)words}; }
+CAESURA_INLINE Ints dot(Ints sum, F x, Bytes w) {
+    const __m256i turned = _mm256_sign_epi8((__m256i)x, w.sign);
+    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(w.size, turned), _mm256_set1_epi16(1));
+}
+CAESURA_INLINE int32_t start_of(const char*, int64_t) { return 0; }
+CAESURA_INLINE Ints set1_ints(int32_t x) { return (Ints)_mm256_set1_epi32(x); }
 CAESURA_INLINE F to_floats(Ints x) { return _mm256_cvtepi32_ps((__m256i)x); }
-CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
-    pairs[0] = (F)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)words, 8), 8);
-    pairs[1] = (F)_mm256_srai_epi16((__m256i)words, 8);
+CAESURA_INLINE F load_table(const int8_t* numbers) {
+    return (F)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+}
+template <bool UPPER>
+CAESURA_INLINE F from_codes(F words, F table) {
+    const __m256i moved = UPPER ? _mm256_srli_epi16((__m256i)words, 4) : (__m256i)words;
+    return (F)_mm256_shuffle_epi8((__m256i)table, _mm256_and_si256(moved, _mm256_set1_epi8(15)));
+}
+CAESURA_INLINE void store_bytes(char* p, F x) {
+    const __m256i numbers = _mm256_cvtps_epi32(x);
+    const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(pairs, pairs));
 }
 
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {
@@ -132,7 +169,7 @@ CAESURA_INLINE F pairs(F low, F high) {
 
 CAESURA_INLINE F exp(F x) {
     const F tiny = _mm256_cmp_ps(x, set1(EXP_MIN), _CMP_LT_OQ);
-    const F y = min(set1(EXP_MAX), max(set1(EXP_MIN), x));
+    const F y = min(set1(EXP_MAX), x);
     const F n = _mm256_round_ps(mul(y, set1(LOG2_E)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F r = fma(n, set1(-LN2_LOW), fma(n, set1(-LN2_HIGH), y));
     F p = set1(EXP_P[0]);
@@ -160,6 +197,7 @@ CAESURA_INLINE F keep_low(F words) { return _mm256_and_ps(words, _mm256_castsi25
 CAESURA_INLINE F keep_high(F words) {
     return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)));
 }
+CAESURA_INLINE F swapped(F x) { return _mm256_permute_ps(x, 0xb1); }
 CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {
     const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
     const __m256i even = _mm256_unpacklo_epi16(a, b), odd = _mm256_unpackhi_epi16(a, b);

@@ -3,6 +3,10 @@
 
 using F = __m512;
 constexpr int LANES = 16;
+constexpr bool PAIRS = CAESURA_HAS_BF16;  // dot() of bf16 is one instruction
+struct Two {
+    F first, second;
+};
 
 CAESURA_INLINE F zero() { return _mm512_setzero_ps(); }
 CAESURA_INLINE F set1(float x) { return _mm512_set1_ps(x); }
@@ -28,7 +32,7 @@ CAESURA_INLINE F widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32
 CAESURA_INLINE F load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 CAESURA_INLINE F load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
 
-// To the nearest bfloat16, ties to even, in the upper half of each lane. NaN stays NaN.
+// Rounds to the nearest bfloat16, ties to even, in the upper half of each lane. NaN stays NaN.
 CAESURA_INLINE __m512i narrowed(F x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -49,14 +53,20 @@ CAESURA_INLINE void store(bf16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p,
 
 CAESURA_INLINE F load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 CAESURA_INLINE F load(const fp16* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 CAESURA_INLINE __m256i narrow_to_fp16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 CAESURA_INLINE void store(fp16* p, F x) { _mm256_storeu_si256((__m256i*)p, narrow_to_fp16(x)); }
 CAESURA_INLINE void store(fp16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), narrow_to_fp16(x)); }
 
 // x as the type of the last argument holds it.
 CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+CAESURA_INLINE F rounded(F x, bf16) {
+#if CAESURA_HAS_BF16
+    return widen(narrow(x));
+#else
+    return (F)_mm512_and_si512(narrowed(x), _mm512_set1_epi32((int)0xffff0000));
+#endif
+}
 CAESURA_INLINE F rounded(F x, fp16) { return _mm512_cvtph_ps(narrow_to_fp16(x)); }
 
 // Words: what a dot product takes at once. One float, or two neighbouring bfloat16 values. `p` is aligned to 2 bytes.
@@ -67,32 +77,77 @@ CAESURA_INLINE F set1_word(const void* p) {
     return _mm512_castsi512_ps(_mm512_set1_epi32(word));
 }
 
+// Words as dot() takes them: as they are or, without bf16 instructions, the numbers of each as floats.
+struct Halves {
+    F low, high;
+};
+CAESURA_INLINE F ready(F words, float) { return words; }
+#if CAESURA_HAS_BF16
+CAESURA_INLINE F ready(F words, bf16) { return words; }
+#else
+CAESURA_INLINE Halves ready(F words, bf16) {
+    const __m512i x = _mm512_castps_si512(words), high = _mm512_set1_epi32((int)0xffff0000);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_and_si512(x, high))};
+}
+#endif
+
 // sum + a * b, per word. The last argument says of which type.
 CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
-CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
 #if CAESURA_HAS_BF16
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #else
-    const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b), high = _mm512_set1_epi32((int)0xffff0000);
-    const F odd = fma(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), sum);
-    return fma(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), odd);
+CAESURA_INLINE F dot(F sum, Halves a, Halves b, bf16) { return fma(a.low, b.low, fma(a.high, b.high, sum)); }
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) { return dot(sum, ready(a, bf16()), ready(b, bf16()), bf16()); }
 #endif
+
+// Two sums at once, of a word of x that is in memory.
+template <class E>
+CAESURA_INLINE Two dot(Two sum, const float* word, Two words, E type) {
+    const F value = set1_word(word);
+    return {dot(sum.first, value, words.first, type), dot(sum.second, value, words.second, type)};
 }
 
-// Of whole numbers: words are pairs of 16 bits.
+// Whole numbers: sums of products of four signed bytes each, above -128. Bytes are those of a weight, made ready for many
+// rows: with VNNI 128 is added, as its instruction takes unsigned ones, and a sum starts from what subtracts that again.
 using Ints = int32_t __attribute__((vector_size(64)));
-CAESURA_INLINE Ints dot(Ints sum, F a, F b) {
 #if CAESURA_HAS_BF16
-    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#else
-    return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#endif
+using Bytes = __m512i;
+CAESURA_INLINE Bytes to_bytes(F words) { return _mm512_xor_si512((__m512i)words, _mm512_set1_epi8(-128)); }
+CAESURA_INLINE Ints dot(Ints sum, F x, Bytes w) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, w, (__m512i)x); }
+CAESURA_INLINE int32_t start_of(const char* x, int64_t words) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < words; i += 16) {
+        const __m512i numbers = _mm512_maskz_loadu_epi32(first(smaller(words - i, 16)), x + 4 * i);
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), numbers);
+    }
+    return -_mm512_reduce_add_epi32(sum);
 }
+#else
+struct Bytes {
+    __m512i size;
+    __mmask64 negative;
+};
+CAESURA_INLINE Bytes to_bytes(F words) { return {_mm512_abs_epi8((__m512i)words), _mm512_movepi8_mask((__m512i)words)}; }
+CAESURA_INLINE Ints dot(Ints sum, F x, Bytes w) {
+    const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, w.negative, _mm512_setzero_si512(), (__m512i)x);
+    return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w.size, turned), _mm512_set1_epi16(1));
+}
+CAESURA_INLINE int32_t start_of(const char*, int64_t) { return 0; }
+#endif
+CAESURA_INLINE Ints set1_ints(int32_t x) { return (Ints)_mm512_set1_epi32(x); }
 CAESURA_INLINE F to_floats(Ints x) { return _mm512_cvtepi32_ps((__m512i)x); }
-// Bytes (0, 2) and (1, 3) of each word, as pairs of 16 bits.
-CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
-    pairs[0] = (F)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)words, 8), 8);
-    pairs[1] = (F)_mm512_srai_epi16((__m512i)words, 8);
+// Numbers of the codes in the lower half of each byte, or in the upper one.
+CAESURA_INLINE F load_table(const int8_t* numbers) {
+    return (F)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
+}
+template <bool UPPER>
+CAESURA_INLINE F from_codes(F words, F table) {
+    const __m512i moved = UPPER ? _mm512_srli_epi16((__m512i)words, 4) : (__m512i)words;
+    return (F)_mm512_shuffle_epi8((__m512i)table, _mm512_and_si512(moved, _mm512_set1_epi8(15)));
+}
+// Rounds to the nearest integers, ties to even.
+CAESURA_INLINE void store_bytes(char* p, F x) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
 // The two fp16 numbers of each word.
@@ -113,7 +168,7 @@ CAESURA_INLINE F from_fp8(F words) {
     return mul(_mm512_castsi512_ps(bits), set1(0x1p120f));
 }
 
-// Whether a byte of fp8 words is NaN; poisoned() has nothing but NaN in the lanes of such words.
+// Returns true if a byte of fp8 words is NaN; poisoned() makes the lanes of such words NaN.
 CAESURA_INLINE __mmask64 nan_bytes(F words) {
     const __m512i magnitude = _mm512_set1_epi8(0x7f);
     return _mm512_cmpeq_epi8_mask(_mm512_and_si512((__m512i)words, magnitude), magnitude);
@@ -169,6 +224,8 @@ CAESURA_INLINE F keep_low(F words) { return _mm512_and_ps(words, _mm512_castsi51
 CAESURA_INLINE F keep_high(F words) {
     return _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000)));
 }
+// Each with its neighbour.
+CAESURA_INLINE F swapped(F x) { return _mm512_permute_ps(x, 0xb1); }
 
 // 2 * LANES words (first[i], second[i]), the lower half first.
 CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {
@@ -216,7 +273,7 @@ CAESURA_INLINE void transpose(F (&x)[16]) {
 // Past the caches; 64-byte aligned.
 CAESURA_INLINE void stream(float* p, F x) { _mm512_stream_ps(p, x); }
 
-// Of bits.
+// Bitwise operations.
 CAESURA_INLINE F difference(F a, F b) { return _mm512_xor_ps(a, b); }
 CAESURA_INLINE F either(F a, F b) { return _mm512_or_ps(a, b); }
 CAESURA_INLINE bool any(F x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }

@@ -5,6 +5,10 @@ struct F {
     float32x4_t low, high;
 };
 constexpr int LANES = 8;
+constexpr bool PAIRS = CAESURA_HAS_BF16;
+struct Two {
+    F first, second;
+};
 
 CAESURA_INLINE F zero() { return {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)}; }
 CAESURA_INLINE F set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
@@ -37,7 +41,7 @@ CAESURA_INLINE float reduce_max(F x) {
     return a > b ? a : b;
 }
 
-// Of bits.
+// Bitwise operations.
 CAESURA_INLINE uint32x4_t bits_of(float32x4_t x) { return vreinterpretq_u32_f32(x); }
 CAESURA_INLINE float32x4_t of_bits(uint32x4_t x) { return vreinterpretq_f32_u32(x); }
 CAESURA_INLINE F both(F x, uint32_t mask) {
@@ -97,7 +101,13 @@ CAESURA_INLINE void store(E* p, F x, int64_t n) {
 }
 
 CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+CAESURA_INLINE F rounded(F x, bf16) {
+#if CAESURA_HAS_BF16
+    return widen(narrow(x));
+#else
+    return both({of_bits(narrowed(x.low)), of_bits(narrowed(x.high))}, 0xffff0000);
+#endif
+}
 CAESURA_INLINE F rounded(F x, fp16) { return from_halves(narrow_to_fp16(x)); }
 
 CAESURA_INLINE F load_words(const void* p) {
@@ -117,32 +127,68 @@ CAESURA_INLINE F lows(F words) {
     return {of_bits(vshlq_n_u32(bits_of(words.low), 16)), of_bits(vshlq_n_u32(bits_of(words.high), 16))};
 }
 
-CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
-CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
+CAESURA_INLINE F swapped(F x) { return {vrev64q_f32(x.low), vrev64q_f32(x.high)}; }
+
+struct Halves {
+    F low, high;
+};
+CAESURA_INLINE F ready(F words, float) { return words; }
 #if CAESURA_HAS_BF16
+CAESURA_INLINE F ready(F words, bf16) { return words; }
+#else
+CAESURA_INLINE Halves ready(F words, bf16) { return {lows(words), keep_high(words)}; }
+#endif
+
+CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
+#if CAESURA_HAS_BF16
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     return {vbfdotq_f32(sum.low, (bfloat16x8_t)a.low, (bfloat16x8_t)b.low),
             vbfdotq_f32(sum.high, (bfloat16x8_t)a.high, (bfloat16x8_t)b.high)};
+}
 #else
-    return fma(lows(a), lows(b), fma(keep_high(a), keep_high(b), sum));
+CAESURA_INLINE F dot(F sum, Halves a, Halves b, bf16) { return fma(a.low, b.low, fma(a.high, b.high, sum)); }
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) { return dot(sum, ready(a, bf16()), ready(b, bf16()), bf16()); }
 #endif
+
+template <class E>
+CAESURA_INLINE Two dot(Two sum, const float* word, Two words, E type) {
+    const F value = set1_word(word);
+    return {dot(sum.first, value, words.first, type), dot(sum.second, value, words.second, type)};
 }
 
 struct Ints {
     int32x4_t low, high;
 };
-CAESURA_INLINE int32x4_t dot(int32x4_t sum, float32x4_t a, float32x4_t b) {
-    const int16x8_t x = vreinterpretq_s16_f32(a), y = vreinterpretq_s16_f32(b);
-    return vaddq_s32(sum, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+using Bytes = F;
+CAESURA_INLINE Bytes to_bytes(F words) { return words; }
+CAESURA_INLINE int32x4_t dot(int32x4_t sum, float32x4_t x, float32x4_t w) {
+    const int8x16_t a = vreinterpretq_s8_f32(x), b = vreinterpretq_s8_f32(w);
+#if CAESURA_HAS_BF16
+    return vdotq_s32(sum, a, b);
+#else
+    return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+#endif
 }
-CAESURA_INLINE Ints dot(Ints sum, F a, F b) { return {dot(sum.low, a.low, b.low), dot(sum.high, a.high, b.high)}; }
+CAESURA_INLINE Ints dot(Ints sum, F x, Bytes w) { return {dot(sum.low, x.low, w.low), dot(sum.high, x.high, w.high)}; }
+CAESURA_INLINE int32_t start_of(const char*, int64_t) { return 0; }
+CAESURA_INLINE Ints set1_ints(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
 CAESURA_INLINE F to_floats(Ints x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
-CAESURA_INLINE float32x4_t even_bytes(float32x4_t x) {
-    return vreinterpretq_f32_s16(vshrq_n_s16(vshlq_n_s16(vreinterpretq_s16_f32(x), 8), 8));
+CAESURA_INLINE F load_table(const int8_t* numbers) {
+    const float32x4_t table = vreinterpretq_f32_s8(vld1q_s8(numbers));
+    return {table, table};
 }
-CAESURA_INLINE float32x4_t odd_bytes(float32x4_t x) { return vreinterpretq_f32_s16(vshrq_n_s16(vreinterpretq_s16_f32(x), 8)); }
-CAESURA_INLINE void split_bytes(F words, F (&pairs)[2]) {
-    pairs[0] = {even_bytes(words.low), even_bytes(words.high)};
-    pairs[1] = {odd_bytes(words.low), odd_bytes(words.high)};
+template <bool UPPER>
+CAESURA_INLINE float32x4_t from_codes(float32x4_t words, float32x4_t table) {
+    const uint8x16_t bytes = vreinterpretq_u8_f32(words), codes = UPPER ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+    return vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(table), codes));
+}
+template <bool UPPER>
+CAESURA_INLINE F from_codes(F words, F table) {
+    return {from_codes<UPPER>(words.low, table.low), from_codes<UPPER>(words.high, table.high)};
+}
+CAESURA_INLINE void store_bytes(char* p, F x) {
+    const int16x4_t low = vmovn_s32(vcvtnq_s32_f32(x.low)), high = vmovn_s32(vcvtnq_s32_f32(x.high));
+    vst1_s8((int8_t*)p, vmovn_s16(vcombine_s16(low, high)));
 }
 
 CAESURA_INLINE void from_fp16(F words, F& low, F& high) {

@@ -4,8 +4,8 @@
 // - Every thread of a team passes the same stages in the same order. A thread takes its own share of a stage from its
 //   beginning, so that neighbouring tasks are one thread's as long as all are equally fast, and then helps the others with
 //   theirs.
-// - A stage ends when its tasks are done, by whomever: nobody waits for a thread that has none. One that does not run because
-//   other processes want the cores holds up the task that it is at, not the team (docs/contributing/experiments.md has what that gains).
+// - A stage ends when its tasks are done, by any thread: no thread waits for one that has no task. A thread that other processes
+//   have displaced holds up its current task, not the team (docs/contributing/experiments.md has what that gains).
 // - So a thread may come to a stage when the others are stages ahead. How many tasks a stage has must follow from what no later
 //   stage overwrites; what a task reads and writes may be overwritten, as a stage that has ended has none left.
 #pragma once
@@ -37,10 +37,10 @@ class Team {
     template <class Work>
     void each(int64_t tasks, const Work& work) {
         int64_t mine = 0;
-        int helped = 0;
-        int64_t task = take(tasks, helped);
+        Share share(*this, tasks);
+        int64_t task = share.take();
         while (task >= 0) {
-            const int64_t next = take(tasks, helped);
+            const int64_t next = share.take();
             work(task, next);
             mine++;
             task = next;
@@ -52,17 +52,35 @@ class Team {
     }
 
    private:
-    // A task of the share of the thread `helped` places further on, or of one after that; -1: none is left.
-    int64_t take(int64_t tasks, int& helped) {
-        for (; helped < size; helped++) {
-            const int owner = (thread + helped) % size;
-            const int64_t first = tasks * owner / size, end = tasks * (owner + 1) / size;
-            if (first == end || __atomic_load_n(&stage[owner].value, __ATOMIC_RELAXED) >= end - first) continue;
-            const int64_t task = first + __atomic_fetch_add(&stage[owner].value, 1, __ATOMIC_RELAXED);
-            if (task < end) return task;
+    // Tasks of a stage that this thread takes: its own share, then what is left of the next threads'.
+    class Share {
+       public:
+        Share(const Team& team, int64_t tasks) : team(team), tasks(tasks) { turn_to(team.thread); }
+
+        // -1: none is left.
+        int64_t take() {
+            while (helped < team.size) {
+                if (__atomic_load_n(&taken->value, __ATOMIC_RELAXED) < end - first) {
+                    const int64_t task = first + __atomic_fetch_add(&taken->value, 1, __ATOMIC_RELAXED);
+                    if (task < end) return task;
+                }
+                if (++helped < team.size) turn_to((team.thread + helped) % team.size);
+            }
+            return -1;
         }
-        return -1;
-    }
+
+       private:
+        void turn_to(int owner) {
+            first = tasks * owner / team.size, end = tasks * (owner + 1) / team.size;
+            taken = &team.stage[owner];
+        }
+
+        const Team& team;
+        const int64_t tasks;
+        int64_t first, end;
+        Counter* taken;
+        int helped = 0;
+    };
 
     // Others are at their last tasks. Where that takes long they may not be running: asleep, this thread leaves them its core.
     static void wait(const Counter& done, int64_t tasks) {

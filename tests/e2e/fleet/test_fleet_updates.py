@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fleet_owner import killed_owner
-from support.intercepted import intercept
+from support.intercepted import intercept, intercept_no_more
 from support.lanes import quick
 from support.plain_trainer import weights_of
 from support.waiting import PATIENCE_S, eventually
@@ -28,6 +29,7 @@ from caesura.client import (
     launch_scheduler,
 )
 from caesura.client.group import EngineAddress, Fleet, FleetUpdateFailed
+from caesura.client.group.fleet import KEEPALIVE_TIMEOUT_S
 from caesura.client.group.leases import LeaseRenewal
 from caesura.client.group.members import Member
 from caesura.client.trainer import SharedTensors
@@ -44,6 +46,8 @@ PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
 SHORT_S = 0.5
+DEADLINE_S = 12.0
+"""Seconds of an update, a quarter of them patience with a busy machine, and half of the keepalive timeout."""
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +227,11 @@ def test_members_that_differ_are_not_committed(engines, tensors):
     run(engines, body)
 
 
-def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
+@pytest.mark.parametrize(
+    "phase",
+    quick([PauseGenerationReqInput, UpdateWeightsFromTensorReqInput, BeginWeightUpdateReqInput], 2),
+)
+def test_a_member_that_hangs_is_fenced_and_not_waited_for(engines, tensors, phase):
     async def body(fleet: Fleet) -> None:
         slow, other = fleet.members
         epoch = fleet.weights_epoch
@@ -232,15 +240,23 @@ def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
         async for _ in handle:
             break
         fleet.dispatcher.admit(other, other.epoch)
-        os.kill(slow.status.pid, signal.SIGSTOP)
+
+        async def stopped(send: Callable[[], Awaitable[Any]]) -> Any:
+            os.kill(slow.status.pid, signal.SIGSTOP)
+            return await send()
+
+        intercept(slow.client, phase, stopped)
         try:
-            done = await fleet.update(tensors, weight_version="second", deadline_s=1.0)
+            began = time.monotonic()
+            done = await fleet.update(tensors, weight_version="second", deadline_s=DEADLINE_S)
+            assert time.monotonic() - began < KEEPALIVE_TIMEOUT_S
             assert (list(done.replies), list(done.fenced)) == ([other.name], [slow.name])
             assert slow.state == "fenced"
             output = await handle.result()
             assert len(output.output_ids) == 200
             assert {span.version for span in output.weight_versions} <= {"first", "second"}
         finally:
+            intercept_no_more(slow.client)
             os.kill(slow.status.pid, signal.SIGCONT)
         assert not slow.serves
         assert await fleet.heal() == [slow.name]

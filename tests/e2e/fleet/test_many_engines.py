@@ -10,6 +10,7 @@ import pytest
 import zmq
 from campaigns import light_fleet
 from support.light_engines import INITIAL, LightEngines
+from support.raw_client import RawClient
 from support.waiting import PATIENCE_S
 
 from caesura.client import InvalidRequest, SamplingParams
@@ -18,6 +19,7 @@ from caesura.client.group.fleet import OTHER_DESCRIPTORS
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
+    GetStatusReqInput,
     Request,
     UpdateWeightFromDiskReqInput,
 )
@@ -31,6 +33,12 @@ DEATHS: dict[int, type[Request]] = (
     | dict.fromkeys((8, 9, 10, 40), EndWeightUpdateReqInput)
 )
 """Messages of which engines die, by their numbers."""
+
+
+def test_a_light_engine_answers_what_it_cannot_decode():
+    with LightEngines(1) as engines, RawClient(engines.endpoints[0]) as client:
+        assert client.call(b"no message").code == "malformed_message"
+        assert client.call(GetStatusReqInput()).weight_version == INITIAL
 
 
 def test_engines_that_die_in_an_update_lose_no_request(tmp_path):

@@ -183,6 +183,34 @@ def generate(served, text, name, session="params", **params):
     return call(served, "POST", "/generate", json={"text": text, "sampling_params": sampling, **fields})
 
 
+def test_ids_with_slashes_are_percent_encoded_in_paths(served):
+    name, path = "task/1 %2F", "/sessions/task%2f1%20%252F"
+    assert call(served, "POST", "/sessions", json={"session_id": name}).status_code == 200
+    body = {"model": NAME, "messages": messages("Go"), "max_tokens": 2}
+    answer = call(served, "POST", f"{path}/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["session"]["id"] == name
+    for end in ("", "/samples"):
+        found = call(served, "GET", f"{path}{end}").json()
+        assert (found["session_id"], len(found["samples"])) == (name, 1)
+    zero_bytes = path.replace("%2f", "%00")
+    assert call(served, "GET", zero_bytes).status_code == 400, "this is another id"
+    assert call(served, "DELETE", path).json()["session_id"] == name
+    kept = respond(served, rid="r/1")
+    assert call(served, "GET", "/v1/responses/r%2F1").json() == kept
+    assert call(served, "DELETE", "/v1/responses/r%2F1").json()["deleted"]
+
+
+def test_a_kept_response_has_the_logprobs_it_asked_for(served):
+    asked = respond(served, include=["message.output_text.logprobs"])
+    unasked, named = respond(served), respond(served, session_id="with")
+    for answer, expected in [(unasked, False), (asked, True), (named, True)]:
+        (sample,) = call(served, "GET", f"/sessions/{answer['session']['id']}").json()["samples"]
+        assert (sample["logprobs"] is not None) == expected
+    after = respond(served, "on", previous_response_id=asked["id"])
+    (sample,) = call(served, "GET", f"/sessions/{after['session']['id']}").json()["samples"]
+    assert (sample["logprobs"], len(sample["turns"])) == (None, 2)
+
+
 def test_sglangs_session_params(served):
     assert generate(served, "Go", "a").status_code == 404
     call(served, "POST", "/open_session", json={"session_id": "params", "capacity_of_str_len": 1000})

@@ -4,7 +4,7 @@ import pytest
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
-from caesura.io_struct import GetMemoryHistoryReqInput, MemoryEvent
+from caesura.io_struct import GetMemoryHistoryReqInput, MemoryEvent, SamplingParams
 from caesura.scheduler.memory.device_module import device_module_for
 
 pytestmark = pytest.mark.skipif(
@@ -134,8 +134,10 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
 
 
 def test_a_real_step_counts_its_sampling(tiny_model):
+    # A bias is added between head and sampler.
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True, logit_bias={5: 1.0})
     with EngineDriver(str(tiny_model), scripted=False) as driver:
-        driver.generate([5, 6, 7], 4)
+        driver.generate([5, 6, 7], sampling_params=params)
         driver.run_until_idle()
         stages = {stage.name: stage for stage in driver.status().stages}
     assert stages["sample"].count == stages["prefill"].count + stages["decode"].count

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -59,8 +59,8 @@ def start() -> Iterator[Start]:
     """Start processes, which have ended when the test has."""
     with ExitStack() as stack:
 
-        def started(*command: str, **environment: str) -> subprocess.Popen[Any]:
-            process = engine_template.Process(command, env={**os.environ, **environment})
+        def started(*command: str, stderr: TextIO | None = None, **environment: str) -> subprocess.Popen[Any]:
+            process = engine_template.Process(command, env={**os.environ, **environment}, stderr=stderr)
             stack.callback(process.wait)
             stack.callback(process.terminate)
             return process
@@ -85,6 +85,24 @@ def test_a_node_joins_with_the_secret_until_shutdown(tiny_model, start, secret):
         assert len(client.generate([5, 6, 7], PARAMS).output_ids) == 12
         assert stranger.poll() is None
     assert node.wait() == 0
+
+
+def test_a_node_ends_when_rank_0_is_refused(tiny_model, start, secret, tmp_path):
+    place = {"nnodes": 2, "master_addr": f"127.0.0.1:{free_port()}"}
+    command = engine_command("--model", str(tiny_model), *flags(**OPTIONS, **place, node_rank=1))
+    with open(tmp_path / "log", "w") as log:
+        node = start(*command, stderr=log)
+    eventually(lambda: "rank 1 waits for rank 0" in (tmp_path / "log").read_text())
+    with pytest.raises(EngineError, match="ep = 3 must divide tp = 2"):
+        launch_scheduler(tiny_model, **OPTIONS, **place, node_rank=0, ep=3)
+    assert node.wait() == 1
+    assert "rank 1 is refused or cannot start: the node ends" in (tmp_path / "log").read_text()
+
+
+def test_a_node_ends_if_no_rank_0_comes_in_time(tiny_model, start, secret):
+    place = {"nnodes": 2, "master_addr": f"127.0.0.1:{free_port()}", "join_timeout_s": 0.2}
+    node = start(*engine_command("--model", str(tiny_model), *flags(**OPTIONS, **place, node_rank=1)))
+    assert node.wait() == 1
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import zmq
 from click.testing import CliRunner
 from support import engine_template
 from support.checkpoints import make_checkpoint
@@ -24,6 +25,7 @@ from caesura.client.exceptions import EngineDied, EngineError
 from caesura.client.keygen import keygen
 from caesura.client.launch.launcher import LaunchedScheduler, worker_command
 from caesura.client.trainer import WeightUpdateChain, clone_weights
+from caesura.scheduler.executor.rpc import encode
 
 pytestmark = pytest.mark.slow
 
@@ -78,10 +80,66 @@ def test_server_ends_with_the_engine(joined):
     assert worker.wait() == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tp": 3, "ep": 2}, "ep = 2 must divide tp = 3"),  # before there is a configuration
+        ({"tp": 3}, "ranks cannot divide this model"),  # before rank 0 would listen
+    ],
+)
+def test_a_joined_rank_ends_if_rank_0_refuses_its_options(tiny_model, tmp_path, options, said):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with open(tmp_path / "log", "w") as log:
+        command = worker_command("--join", address, "--rank", "2")
+        worker = engine_template.Process(command, stderr=log)
+    with pytest.raises(EngineError, match=said):
+        launch_scheduler(tiny_model, tp_joined=1, tp_address=address, **options, **OPTIONS)
+    assert worker.wait() == os.EX_UNAVAILABLE
+    assert said in (tmp_path / "log").read_text()
+
+
+def test_a_joined_rank_says_that_nobody_answers(tmp_path):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with open(tmp_path / "log", "w") as log:
+        command = worker_command("--join", address, "--rank", "1", "--join-timeout-s", "0.2")
+        assert engine_template.Process(command, stderr=log).wait() == 1
+    *waits, end = (tmp_path / "log").read_text().splitlines()
+    assert len(waits) > 1
+    for line in waits:
+        assert f"rank 1 waits for rank 0 at {address} to start it; nobody has answered there: 0 s" in line
+    assert end.endswith("no rank 0 has started this worker within 0.2 s")
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", encode((1, "start", (5,)))], ids=["no call", "no start"])
+def test_a_rank_that_joins_something_else_says_so(tmp_path, frame):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        command = worker_command("--join", f"tcp://127.0.0.1:{port}", "--rank", "1")
+        with open(tmp_path / "log", "w") as log:
+            worker = engine_template.Process(command, stderr=log)
+        identity, _ = other.recv_multipart()
+        other.send_multipart([identity, frame])
+        assert worker.wait() == 1
+    assert "rank 1 has joined something that is no rank 0: " in (tmp_path / "log").read_text()
+
+
+def test_rank_0_says_for_whom_it_waits(tiny_model, capfd):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    options = OPTIONS | {"tp": 2, "tp_joined": 1, "tp_address": address, "log_level": "INFO"}
+    with pytest.raises(EngineError, match=r"ranks \[1\] did not join in time"):
+        launch_scheduler(tiny_model, join_timeout_s=0.2, **options)
+    assert f"rank 0 waits at {address} for ranks [1]: 0 s of 0.2 s" in capfd.readouterr().err
+
+
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}
 DIVISIONS = {
-    "latent, rows on 2": ("deepseek-v3", {"tp": 2, "dp_attention": 2}, {}),
+    "latent, rows to experts on 3": (
+        "deepseek-v3",
+        {"tp": 3, "ep": 3, "dp_attention": 3},
+        {"num_experts_per_tok": 1},
+    ),
     "experts on 2": ("qwen3-moe", {"tp": 2, "ep": 2}, {"num_experts": 6}),
+    "latent, rows on 2": ("deepseek-v3", {"tp": 2, "dp_attention": 2}, {}),
     "latent, both on 3": ("deepseek-v3", {"tp": 3, "ep": 3, "dp_attention": 3}, {}),
     "experts on 3": ("qwen3-moe", {"tp": 3, "ep": 3}, {"num_experts": 6, **SIX}),
     "latent, rows on 4": ("deepseek-v3", {"tp": 4, "dp_attention": 4}, {}),
@@ -89,6 +147,11 @@ DIVISIONS = {
     "grouped, rows on 2": ("llama", {"tp": 2, "dp_attention": 2}, {}),
     "grouped, rows on 3": ("qwen3", {"tp": 3, "dp_attention": 3}, {}),
     "grouped, both on 4": ("qwen3-moe", {"tp": 4, "ep": 4, "dp_attention": 4}, {"num_experts": 8}),
+    "grouped, rows to experts on 4": (
+        "qwen3-moe",
+        {"tp": 4, "ep": 4, "dp_attention": 4},
+        {"num_experts": 8, "num_experts_per_tok": 2},
+    ),
 }
 """Family, options and sizes of models whose experts, or rows of attention, are divided."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.waiting import PATIENCE_S
 
 from caesura.client import (
     EngineDied,
@@ -16,6 +17,7 @@ from caesura.client import (
     UnsupportedModel,
     launch_scheduler,
 )
+from caesura.client.trainer import DeltaTracker, clone_weights
 
 OPTIONS = {"num_threads": 1, "kv_pool_tokens": 4096, "log_level": "WARNING"}
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(60)]]
@@ -74,12 +76,33 @@ def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return root
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_int8_engine_computes_the_same_after_any_update(versions: Path, tp: int) -> None:
+@pytest.mark.parametrize(("quantization", "tp"), [("int8", 1), ("int8", 2), ("int4", 2), ("mxfp4", 2)])
+def test_any_update_gives_what_a_start_does(versions: Path, quantization: str, tp: int) -> None:
+    assert_updates_give_what_a_start_does(versions, quantization=quantization, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3-moe", {"quantization": "int8", "tp": 2}),
+        ("qwen3-moe", {"quantization": "mxfp4", "tp": 2, "ep": 2}),
+        ("deepseek-v3", {"quantization": "int4"}),
+    ],
+)
+def test_updates_of_experts_and_latents(tmp_path: Path, family: str, options: dict[str, str | int]) -> None:
+    for seed in (0, 1):
+        sizes = (
+            {"moe_intermediate_size": 256, "head_dim": 64, "num_experts": 4} if family == "qwen3-moe" else {}
+        )
+        make_checkpoint(tmp_path / f"{seed}", family, seed=seed, dtype=torch.bfloat16, **sizes)
+    assert_updates_give_what_a_start_does(tmp_path, **options)
+
+
+def assert_updates_give_what_a_start_does(versions: Path, **options: str | int) -> None:
     new = load_file(versions / "1" / "model.safetensors")
     with (
-        launch_scheduler(versions / "0", quantization="int8", tp=tp, **OPTIONS) as engine,
-        launch_scheduler(versions / "1", quantization="int8", tp=tp, **OPTIONS) as cold,
+        launch_scheduler(versions / "0", **options, **OPTIONS) as engine,
+        launch_scheduler(versions / "1", **options, **OPTIONS) as cold,
     ):
         before, of_cold = sampled(engine), sampled(cold)
         assert before != of_cold
@@ -87,6 +110,7 @@ def test_an_int8_engine_computes_the_same_after_any_update(versions: Path, tp: i
             lambda: engine.update_weights_from_disk(versions / "1"),
             lambda: engine.update_weights_from_tensor(new, bucket_bytes=1000),
             lambda: engine.update_weights_from_ipc(new),
+            lambda: clone_weights(cold, [engine], timeout=PATIENCE_S),
         ):
             update()
             assert sampled(engine) == of_cold
@@ -105,6 +129,23 @@ def test_int8_ranks_sample_what_one_does(versions: Path) -> None:
     assert [tokens for tokens, _ in of_ranks] == [tokens for tokens, _ in of_one]
     for (_, logprobs), (_, expected) in zip(of_ranks, of_one, strict=True):
         assert logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_tracker_sends_deltas_of_quantised_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    options = {"quantization": "int8", "quantization_originals": True, **OPTIONS}
+    old = load_file(tmp_path / "model.safetensors")
+    new = {name: value.clone() for name, value in old.items()}
+    for value in new.values():
+        value.view(-1)[::70] *= 1.5
+    with launch_scheduler(tmp_path, **options) as engine, launch_scheduler(tmp_path, **options) as other:
+        tracker = DeltaTracker(old, like=engine.weights_manifest().tensors)
+        delta = tracker.delta(new)
+        assert delta.is_small("tensor")
+        assert engine.update_weights_sparse(delta).digest == delta.digest
+        other.update_weights_from_tensor(new)
+        totals = [each.check_weights("checksum").total for each in (engine, other)]
+        assert totals[0] == totals[1]
 
 
 def test_a_tied_table_that_begins_with_zeros_has_one_head(tmp_path: Path) -> None:
@@ -137,16 +178,16 @@ def test_a_module_that_is_not_int8_keeps_its_precision(versions: Path) -> None:
     [
         ("qwen3", {"quantization": "int3"}, EngineDied, "'int3' is not one of"),
         ("qwen3", {"quantization_skipped": "o_proj"}, InvalidRequest, "needs quantization"),
+        ("qwen3", {"quantization_originals": True}, InvalidRequest, "needs quantization"),
         (
             "qwen3",
-            {"quantization": "fp8", "quantization_skipped": "o_proj, oproj"},
+            {"quantization": "fp8", "quantization_skipped": "o_proj, proj"},
             InvalidRequest,
-            "'oproj' is no",
+            "'proj' is no",
         ),
         ("gpt-oss", {"quantization": "fp8"}, UnsupportedModel, "start it without quantization"),
-        ("qwen3-moe", {"quantization": "int8"}, UnsupportedModel, "without experts"),
-        ("deepseek-v3", {"quantization": "int8"}, UnsupportedModel, "without experts or latent attention"),
-        ("qwen3", {"quantization": "int8", "tp": 2}, UnsupportedModel, "cut its FP8 blocks of 128"),
+        ("gpt-oss", {"quantization": "mxfp4"}, UnsupportedModel, "without experts that are one tensor"),
+        ("qwen3", {"quantization": "int8", "tp": 2}, UnsupportedModel, "cut its blocks of 128"),
     ],
 )
 def test_other_quantizations_are_refused(tmp_path, family, options, error, said):

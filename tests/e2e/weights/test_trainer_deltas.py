@@ -1,13 +1,18 @@
 """Deltas from a trainer: equal to full updates on every transport, for one engine, several and a fleet."""
 
 import asyncio
+import gc
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.faults import Fault
 from support.lanes import quick
 from support.plain_trainer import Weights, weights_of
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, eventually
 
 from caesura.client import (
     AsyncControlClient,
@@ -20,6 +25,7 @@ from caesura.client import (
 )
 from caesura.client.group import Fleet
 from caesura.client.trainer import DeltaTracker, WeightDelta, WeightUpdateGroup, update_sparse
+from caesura.io_struct import Request, UpdateWeightsFromDistributedReqInput
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
 TRANSPORTS = ("tensor", "ipc", "disk", "distributed")
@@ -173,6 +179,33 @@ def test_several_engines_take_a_delta_or_none(clients, old, tmp_path, transport)
     clients[1].update_weights_from_tensor(old)
     assert send() == ["2", "2"]
     assert [total(client) for client in clients] == [expected, expected]
+
+
+def test_a_refusal_ends_the_wait_of_an_engine_that_is_late(clients, old, monkeypatch):
+    """The connection of the trainer ends with the group, and not when garbage is collected."""
+    new, (late, other) = edited(old), clients
+    other.update_weights_from_tensor(new)
+    before, pid, start = total(late), late.status().pid, late.start
+
+    def stopped(request: Request, *arguments: Any) -> Any:
+        if isinstance(request, UpdateWeightsFromDistributedReqInput):
+            os.kill(pid, signal.SIGSTOP)
+        return start(request, *arguments)
+
+    monkeypatch.setattr(late, "start", stopped)
+    gc.disable()
+    try:
+        with WeightUpdateGroup.create(clients, timeout_s=PATIENCE_S) as group, ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(update_sparse, clients, WeightDelta.between(old, new), group=group)
+            try:
+                eventually(lambda: group._dead is not None)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            with pytest.raises(BaseMismatch):
+                sent.result()
+    finally:
+        gc.enable()
+    assert total(late) == before
 
 
 def test_engines_that_committed_return_if_another_cannot(clients, old):

@@ -21,14 +21,21 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[08-09]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEPID": "0",
     "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "gpu[08-09]",
-    "SLURM_PROCID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }
+"""Variables of a task, as set by ``srun`` of Slurm 22.05."""
+BATCH = {name: value for name, value in SLURM.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
 TASK_A_RANK = SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
 LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "engine-0.engine.default"}
 LEADER = f"engine-0.engine.default:{DEFAULT_PORT}"
@@ -82,7 +89,7 @@ def place(tp: int = 8, environment: dict[str, str] | None = None, **given: objec
         (TASK_A_RANK | {"CUDA_VISIBLE_DEVICES": "0"}, {}, Placement(8, 6, "gpu08:24711")),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, {}, None),
         (TASK_A_RANK | {"SLURM_STEP_NUM_NODES": "1"}, {}, Placement(8, 6, "127.0.0.1:24711", 2)),
-        ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, {}, None),
+        (BATCH, {}, None),
         (LWS, {}, Placement(4, 3, LEADER)),
         (LWS | {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, {}, None),
     ],

@@ -56,7 +56,7 @@ def test_operations_computed_by_torch_are_reported(tmp_path):
     quantised = served(tmp_path / "odd")
     assert quantised.by == DENSE | {"linear": TORCH, "decoder": TORCH}
     assert quantised.reason is not None
-    assert "no multiple of four" in quantised.reason
+    assert "that cannot be packed" in quantised.reason
     make_checkpoint(tmp_path / "narrow", "qwen3", intermediate_size=71, dtype=torch.bfloat16)
     unpacked = served(tmp_path / "narrow", dtype="auto")
     assert unpacked == Serving(DENSE | {"linear": TORCH, "decoder": TORCH}, "rows of 71 cannot be packed")

@@ -64,6 +64,18 @@ def test_names_and_dtypes_are_those_of_the_engine():
     assert delta.digest == digest_of({"embed.weight": new["embed.weight"].bfloat16()})
 
 
+def test_what_the_engine_quantises_is_compared_as_it_is():
+    shape = [12, 5]
+    stored = [
+        TensorSpec(name="embed.weight", dtype="I8", shape=shape),
+        TensorSpec(name="embed.weight_scale_inv", dtype="F32", shape=[12, 1]),
+    ]
+    old, new = weights(), edited(weights(), "embed.weight", 5)
+    delta = WeightDelta.between(old, new, like=stored)
+    assert delta["embed.weight"].dtype == old["embed.weight"].dtype
+    assert delta.digest == digest_of({"embed.weight": new["embed.weight"]})
+
+
 def test_a_tied_head_is_compared_once():
     old, new = weights(), edited(weights(), "embed.weight", 5)
     old["lm_head.weight"], new["lm_head.weight"] = old["embed.weight"], new["embed.weight"]

@@ -5,15 +5,19 @@ an operation of torch other than a view or an allocation, or a call of a library
 device some are several kernels.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.fake_cuda import DEVICE, Record, Tracer, fake_cuda, register_guard
 from support.traced_engine import ROWS, STEPS, traced_engine
+from torch import Tensor
 
 from caesura.scheduler.layers.lora import AdapterSlots
+from caesura.scheduler.parallel.torch_group import TorchGroup
 
 pytestmark = pytest.mark.long
 
@@ -260,6 +264,58 @@ def test_steps_with_adapters_are_captured_and_wait_for_nothing(guard):
             assert not record.count("wait", *AFTERWARDS), record.told("wait", *AFTERWARDS)
             assert not record.count("mixed"), record.told("mixed")
             assert (record.count("launch", "forward") == 1) == (name == "decode")
+
+
+class Nccl:
+    """Stand-in for ``ProcessGroupNCCL``: records calls, and looks at the sizes."""
+
+    def __init__(self, tracer: Tracer, size: int) -> None:
+        self._tracer, self._size = tracer, size
+
+    def allreduce(self, tensors: list[Tensor]) -> "Nccl":
+        return self._called("all_reduce", *tensors)
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> "Nccl":
+        assert out.numel() == self._size * x.numel()
+        return self._called("gather", out, x)
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor) -> "Nccl":
+        assert x.numel() == self._size * out.numel()
+        return self._called("reduce_scatter", out, x)
+
+    def alltoall_base(self, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> "Nccl":
+        assert (len(out), len(x)) == (sum(received), sum(sent))
+        assert len(received) == len(sent) == self._size
+        return self._called("all_to_all", out, x)
+
+    def _called(self, name: str, *tensors: Tensor) -> "Nccl":
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self._tracer.launch(name, *tensors)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["rows", "no rows"])
+@pytest.mark.parametrize(
+    ("model", "size", "sparse"), [("qwen3_moe", 16, 2), ("deepseek_v2", 16, 1), ("deepseek_v3 fp8", 8, 1)]
+)
+def test_ranks_with_rows_wait_only_where_they_send_some(guard, model, size, sparse, rank):
+    pytest.importorskip("triton")
+    with fake_cuda() as tracer:
+        group = TorchGroup(dist.HashStore(), rank, size, DEVICE)
+        group._backend = Nccl(tracer, size)
+        with traced_engine(tracer, model, "flashinfer", 2, parallel=group) as engine:
+            for step, exchanges in (("decode", 0), ("mixed", sparse)):
+                record = engine.step(STEPS[step](engine.vocab_size))
+                assert not record.count("mixed"), record.told("mixed")
+                waits = {event.where for event in record.of("wait", *AFTERWARDS)}
+                assert len(waits) == (exchanges > 0), f"for the counts alone: {record.told('wait')}"
+                assert all(where.startswith("rank_rows.py") for where in waits), waits
+                called = Counter(event.name for event in record.of("launch", "forward"))
+                found = [called[name] for name in ("gather", "reduce_scatter", "all_to_all", "all_reduce")]
+                assert found == [3, 3 - exchanges, 1 + 2 * exchanges, 1], "embedding, layers, norm, samples"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -96,7 +96,7 @@ def test_rows_are_sampled_by_their_definition(folder, tokenizer, data):
             assert mask[token]
             assert float(out.logprobs[n]) == pytest.approx(float(plain[token]), abs=1e-4)
             assert out.further is not None
-            np.testing.assert_allclose(out.further.top[n], plain.topk(3).values, atol=1e-4)
+            np.testing.assert_allclose(out.further.top[n][:3], plain.topk(3).values, atol=1e-4)
             kept = filtered(scaled.where(mask, -torch.inf), each)
             if each["temperature"] == 0.0:
                 assert token == int(scaled.where(mask, -torch.inf).argmax())

@@ -11,8 +11,9 @@ from support.edited_logits import bound, edited, log_softmax, logits_of
 from support.properties import examples
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
-from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.logit_edits import FETCHED_TOP, SpecialSampler, further_of
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
+from caesura.scheduler.scheduling.outputs import top_tokens
 from caesura.scheduler.scheduling.request import Request, make_requests
 from caesura.scheduler.scheduling.sampling import sampling_batch
 
@@ -232,6 +233,23 @@ def test_a_row_depends_on_itself_alone():
             assert torch.equal(
                 part.further.token_ids_logprobs[mine], whole.further.token_ids_logprobs[theirs]
             )
+
+
+@pytest.mark.parametrize("top", [1, 5, 40, 97])
+def test_equal_top_tokens_come_by_id_however_many(top: int) -> None:
+    logprobs = torch.randint(-4, 0, (20, 97), generator=torch.Generator().manual_seed(0)).float()
+    logprobs[:5, 3:] = -torch.inf
+    ids, values = top_tokens(further_of(logprobs, top, torch.empty((20, 0), dtype=torch.int64)))
+    expected = logprobs.sort(dim=1, descending=True, stable=True)
+    np.testing.assert_array_equal(values[:, :top], expected.values[:, :top])
+    np.testing.assert_array_equal(ids[:, :top], expected.indices[:, :top])
+
+
+def test_more_equal_tokens_than_are_found_are_the_same():
+    logprobs = torch.zeros((4, 3 * FETCHED_TOP))
+    none = torch.empty((4, 0), dtype=torch.int64)
+    few, many = (top_tokens(further_of(logprobs, top, none))[0] for top in (2, 100))
+    np.testing.assert_array_equal(few[:, :2], many[:, :2])
 
 
 def test_a_row_that_is_not_finite_disturbs_nobody():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from caesura.scheduler.execution.sampler import noise, splitmix64
+from caesura.scheduler.execution.sampler import noise, noise_stream, splitmix64
 
 
 def test_splitmix64_known_outputs():
@@ -15,11 +15,9 @@ def test_splitmix64_known_outputs():
 def vary(name: str, count: int, offset: int = 0) -> np.ndarray:
     line = np.arange(offset, offset + count)
     constant = np.full(count, 3, np.int64)
-    return noise(
-        line.astype(np.uint64) if name == "seed" else np.full(count, 42, np.uint64),
-        line if name == "index" else constant,
-        line if name == "position" else constant,
-    )
+    seeds = line.astype(np.uint64) if name == "seed" else np.full(count, 42, np.uint64)
+    streams = noise_stream(seeds, line if name == "index" else constant)
+    return noise(streams, line if name == "position" else constant)
 
 
 @pytest.mark.parametrize("name", ["seed", "index", "position"])
@@ -42,12 +40,9 @@ def test_neighbouring_noise_is_independent(name):
 
 def test_noise_of_neighbouring_streams_is_independent():
     count = 50_000
-    positions, zeros = np.arange(count), np.zeros(count, np.int64)
-    base = noise(np.full(count, 7, np.uint64), zeros, positions)
-    for other in (
-        noise(np.full(count, 8, np.uint64), zeros, positions),
-        noise(np.full(count, 7, np.uint64), zeros + 1, positions),
-    ):
+    positions = np.arange(count)
+    base, *others = (noise(noise_stream(seed, index), positions) for seed, index in ((7, 0), (8, 0), (7, 1)))
+    for other in others:
         table, _, _ = np.histogram2d(base, other, bins=16, range=[[0, 1], [0, 1]])
         assert stats.chisquare(table.ravel()).pvalue > 1e-3
         assert len(np.intersect1d(base, other)) == 0
@@ -57,8 +52,9 @@ def test_noise_is_a_pure_function_of_its_arguments():
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 100, dtype=np.uint64)
     index, positions = rng.integers(0, 1000, 100), rng.integers(0, 10**6, 100)
-    together = noise(seeds, index, positions)
+    together = noise(noise_stream(seeds, index), positions)
     order = rng.permutation(100)
-    np.testing.assert_array_equal(noise(seeds[order], index[order], positions[order]), together[order])
-    alone = [noise(seeds[i : i + 1], index[i : i + 1], positions[i : i + 1])[0] for i in range(100)]
+    shuffled = noise(noise_stream(seeds[order], index[order]), positions[order])
+    np.testing.assert_array_equal(shuffled, together[order])
+    alone = [noise(noise_stream(seeds[i], index[i]), positions[i : i + 1])[0] for i in range(100)]
     np.testing.assert_array_equal(alone, together)

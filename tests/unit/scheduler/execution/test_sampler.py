@@ -15,7 +15,7 @@ from support.lanes import quick
 from support.properties import examples
 
 from caesura.scheduler.execution import sampler as sampler_module
-from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, noise
+from caesura.scheduler.execution.sampler import Sampler, SamplerOutput, noise, noise_stream
 from caesura.scheduler.kernels import native
 
 DRAWS = 20_000
@@ -41,7 +41,7 @@ def implementation(request):
 
 
 def uniforms(count: int, seed: int = 1) -> np.ndarray:
-    return noise(np.full(count, seed, np.uint64), np.zeros(count, np.int64), np.arange(count))
+    return noise(noise_stream(np.full(count, seed), 0), np.arange(count))
 
 
 def sample(logits: torch.Tensor, max_rows: int = 64, **parameters) -> SamplerOutput:

@@ -7,7 +7,7 @@ from support.edited_logits import bound
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.execution.forward import SamplingBatch, moved
-from caesura.scheduler.execution.logit_edits import SpecialSampler
+from caesura.scheduler.execution.logit_edits import FETCHED_TOP, SpecialSampler
 from caesura.scheduler.execution.sampler import Sampler, SamplerOutput
 from caesura.scheduler.scheduling.sampling import sampling_batch
 
@@ -57,7 +57,7 @@ def test_special_rows():
     sampler = SpecialSampler(Sampler(VOCAB, 4, META, torch.bfloat16), VOCAB, META)
     out = sampler.sample(torch.empty((4, VOCAB), dtype=torch.bfloat16, device=META), batch, special)
     assert_of(out, 4)
-    assert out.further.top.shape == (4, 2)
+    assert out.further.top.shape == (4, min(FETCHED_TOP, VOCAB))
 
 
 def assert_of(out: SamplerOutput, rows: int) -> None:

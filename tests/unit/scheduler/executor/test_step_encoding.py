@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
+from socket import create_connection
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -26,6 +28,7 @@ from caesura.scheduler.execution.forward import (
     SpecialRows,
     StateStep,
 )
+from caesura.scheduler.executor import worker_process
 from caesura.scheduler.executor.rpc import (
     Answer,
     Failure,
@@ -35,6 +38,7 @@ from caesura.scheduler.executor.rpc import (
     encode,
     encode_batch,
 )
+from caesura.scheduler.executor.worker_process import Connection, RankZeroGoneError
 from caesura.scheduler.executor.worker_socket import WorkerSocket
 from caesura.scheduler.executor.workers import Workers, identity_of
 from caesura.scheduler.runtime.engine_config import EngineConfig
@@ -214,6 +218,54 @@ def test_the_last_process_that_joins_is_the_rank(workers, connect):
     assert last.poll(None)
 
 
+@pytest.mark.parametrize("who", ["silent", "foreign", "the rank itself, twice"])
+def test_a_stranger_does_not_hide_the_end_of_a_worker(workers, connect, address, who):
+    if who == "silent":
+        stranger: Any = create_connection(("127.0.0.1", urlsplit(address).port))
+    else:
+        stranger = connect(b"someone" if who == "foreign" else identity_of(1))
+        stranger.send(b"x" if who == "foreign" else encode(join(1)))
+        heard_by(workers)
+    worker = connect(identity_of(1))
+    worker.send(encode(join(1)))
+    heard_by(workers)
+    connect(identity_of(2)).send(encode(join(2)))
+    workers.await_all()
+    assert workers.lost is None
+    with pytest.raises(TimeoutError):
+        create_connection(("127.0.0.1", urlsplit(address).port), timeout=1.0)
+    worker.close(0)
+    eventually(lambda: workers.lost)
+    stranger.close()
+
+
+def test_a_worker_whose_rank_another_one_has_taken_ends(workers, address, connect, monkeypatch):
+    monkeypatch.setattr(worker_process, "_FORGOTTEN_S", 0.1)
+    first = Connection(address, 1, None, None, 10.0)
+    first.join()
+    heard_by(workers)
+    assert workers._missing() == {2}
+    assert first.socket.poll(None)
+    connect(identity_of(1)).send(encode(join(1)))
+    heard_by(workers)
+    with pytest.raises(RankZeroGoneError, match="another one has joined as rank 1"):
+        first.await_start()
+    first.socket.disable_monitor()
+    first.socket.context.destroy(0)
+
+
+def test_who_sends_without_end_holds_nothing_up(workers, connect, monkeypatch):
+    stranger = connect(b"someone")
+
+    def another(*said: bytes) -> None:
+        stranger.send(b"x")
+        assert workers.socket.poll(None)
+
+    monkeypatch.setattr(workers, "answer_of", another)
+    another()
+    assert workers.receive() == []
+
+
 def test_refusing_a_worker_that_has_gone_is_no_error(workers):
     workers.answer_of(b"nobody is there", encode(join(1, "0.0.1")))
     assert workers.joined == {}
@@ -256,3 +308,9 @@ def test_an_address_beyond_loopback_needs_keys(address, problem):
 def test_loopback_needs_none(host):
     config = EngineConfig(model_path="", tp=2, tp_joined=1, tp_address=f"tcp://{host}:{free_port()}")
     WorkerSocket(config, print).close()
+
+
+def test_an_address_in_use_is_refused(workers, address):
+    with pytest.raises(CaesuraError) as caught:
+        WorkerSocket(EngineConfig(model_path="", tp=2, tp_joined=1, tp_address=address), print)
+    assert caught.value.code == "endpoint_in_use"

@@ -31,6 +31,8 @@ assert pytest.main(arguments) == 0
     ("experts", ""),
     ("linear", "not every_company"),
     ("linear", "every_company"),
+    ("modulation", ""),
+    ("quantize", ""),
     ("sampler", "not large_vocabulary"),
 ])  # fmt: skip
 def test_kernels_for_arm_compute_what_torch_does(file, chosen):
@@ -43,7 +45,7 @@ def test_kernels_for_arm_compute_what_torch_does(file, chosen):
 def test_ranks_on_arm_add_in_their_order_and_round_once(isa):
     emulated.require()
     command = emulated.command("emulated_ranks", emulated.library(), str(SETS.index(isa)))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("float32 1, bfloat16 1, float16 1\n", "")
 
 

@@ -20,7 +20,12 @@ from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.kernels import native
-from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from caesura.scheduler.kernels.attention import (
+    PAGE_SIZE,
+    PagedAttention,
+    plan_tasks,
+    share_prefixes,
+)
 from caesura.scheduler.kernels.attention_form import PLAIN, AttentionForm
 
 DTYPES = native.FLOATS
@@ -67,6 +72,10 @@ class Scene:
         ids = list(range(1, sum(needed) + 3))
         random.Random(seed).shuffle(ids)
         self.pages = [[ids.pop() for _ in range(count)] for count in needed]
+        self.fill()
+
+    def fill(self) -> None:
+        needed = [len(pages) for pages in self.pages]
         shape = (sum(needed) + 3, self.kv_heads, PAGE_SIZE)
         self.pool = [
             torch.full((*shape, size), torch.nan, dtype=self.dtype) for size in (self.size, self.value_size)
@@ -76,8 +85,14 @@ class Scene:
                 for position, row in enumerate(rows):
                     pool[pages[position // PAGE_SIZE], :, position % PAGE_SIZE] = row
 
-    def attend(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """One step's outputs [tokens, heads, size], piece by piece."""
+    def share(self, request: int, parent: int, pages: int) -> None:
+        """Let a request begin with that many pages of another one."""
+        for each in (self.keys, self.values):
+            each[request][: pages * PAGE_SIZE] = each[parent][: pages * PAGE_SIZE]
+        self.pages[request][:pages] = self.pages[parent][:pages]
+
+    def attend(self, pieces: Sequence[Piece], most: int = 1) -> list[Tensor]:
+        """One step's outputs [tokens, heads, size], piece by piece; ``most`` requests attend together."""
         width = max(len(pages) for pages in self.pages) + 1
         table = torch.zeros(len(pieces), width + 2, dtype=torch.int32)[:, :width]
         for row, piece in zip(table, pieces):
@@ -94,6 +109,8 @@ class Scene:
         out = wide[:, : heads * self.value_size]
         attention = PagedAttention(self.dtype, self.kv_heads, self.group, self.size, SCALE, self.value_size)
         tasks = plan_tasks(q_lens, [piece.end for piece in pieces], self.group)
+        tasks = share_prefixes(tasks, table.numpy(), self.group, most)
+        self.together = int(tasks[:, 4].max())
         attention(q, *self.pool, table, tasks, out, self.form)
         assert (wide[:, heads * self.value_size :] == 77).all()
         return list(out.clone().view(-1, heads, self.value_size).split(q_lens))
@@ -207,6 +224,54 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
         assert torch.equal(torch.cat(got), want[0])
 
 
+@settings(max_examples=examples(16))
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(1, 64), (2, 64), (3, 40), (8, 32), (16, 16), (17, 16)]),
+    parents=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), min_size=6, max_size=6),
+    lengths=st.lists(st.integers(1, 200), min_size=7, max_size=7),
+    most=st.integers(2, 7),
+    count=st.integers(1, 3),
+    window=st.sampled_from([None, None, None, 70]),
+    value_size=st.sampled_from([None, None, 9]),
+)
+def test_requests_that_attend_together_keep_their_bits(
+    dtype, shape, parents, lengths, most, count, window, value_size
+) -> None:
+    for _ in instruction_sets():
+        scene = Scene(lengths, 2, *shape, dtype, 5, AttentionForm(window=window), value_size)
+        for request, (parent, pages) in enumerate(parents, 1):
+            parent %= request
+            scene.share(
+                request, parent, min(pages, lengths[request] // PAGE_SIZE, lengths[parent] // PAGE_SIZE)
+            )
+        scene.fill()
+        pieces = [Piece(request, length - 1, length) for request, length in enumerate(lengths)]
+        pieces.insert(3, Piece(0, 0, lengths[0]))  # a prompt beside them
+        want = scene.attend(pieces)
+        with threads(count):
+            for got, expected in zip(scene.attend(pieces, most), want, strict=True):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_one_request_does_not_see_spoils_no_other(dtype: torch.dtype) -> None:
+    for _ in instruction_sets():
+        scene = Scene([150, 200, 140], 2, 3, 33, dtype, 5)
+        scene.share(1, 0, 8)
+        scene.share(2, 0, 8)
+        scene.fill()
+        pieces = [Piece(request, length - 1, length) for request, length in enumerate(scene.lengths)]
+        want = scene.attend(pieces)
+        scene.values[1][130], scene.keys[2][135] = torch.nan, torch.inf
+        scene.fill()
+        got = scene.attend(pieces, 3)
+        assert scene.together == 3
+        assert torch.equal(got[0], want[0])
+        assert got[1].isnan().all()
+        assert not got[2].isfinite().any()
+
+
 @pytest.mark.parametrize("size,group", [(64, 2), (128, 7), (64, 15), (33, 3), (80, 1)])
 @pytest.mark.parametrize("form", [PLAIN, AttentionForm(window=37, softcap=9.0, scale=0.2)])
 def test_float16_is_computed_in_float32_and_rounded_once(size: int, group: int, form: AttentionForm) -> None:
@@ -285,7 +350,8 @@ def test_a_plan_covers_every_token_once(rows, group) -> None:
     q_lens, kv_lens = [q for q, _ in rows], [q + earlier for q, earlier in rows]
     tasks = plan_tasks(q_lens, kv_lens, group)
     seen = []
-    for row, first, tokens, position in tasks.tolist():
+    for row, first, tokens, position, count, shared in tasks.tolist():
+        assert (count, shared) == (1, 0)
         assert tokens >= 1
         assert tokens == 1 or tokens * group <= 192
         token = sum(q_lens[:row])
@@ -299,12 +365,72 @@ def test_decoding_rows_are_planned_alike_beside_a_prompt() -> None:
     kv_lens = [5, 300, 300, 1, 64, 17]
     beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
     assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])
-    assert plan_tasks([], [], 3).shape == (0, 4)
+    assert plan_tasks([], [], 3).shape == (0, 6)
 
 
 def test_the_longest_task_comes_first() -> None:
     rows = [row for row, *_ in plan_tasks([1, 1, 90, 1], [10, 3000, 90, 200], 1).tolist()]
     assert rows == [1, 2, 3, 0]
+
+
+def tables(samples: Sequence[Sequence[int]], width: int = 12) -> np.ndarray:
+    return np.array([[*pages, *[0] * (width - len(pages))] for pages in samples], np.int32)
+
+
+def test_samples_attend_to_their_prompt_together() -> None:
+    """Also where all prompts begin with the same pages, and in any order of rows."""
+    prompts = [[1, 2, 3, 4, 5, *range(10 * p, 10 * p + 4)] for p in range(1, 5)]
+    samples = [[*prompts[i % 4], 100 + i] for i in range(12)]
+    kv_lens = [9 * PAGE_SIZE + 1 + i for i in range(12)]
+    tasks = share_prefixes(plan_tasks([1] * 12, kv_lens, 2), tables(samples), 2, 8)
+    leaders = tasks[tasks[:, 4] > 0]
+    assert leaders[:, 4:].tolist() == [[3, 128]] * 4
+    assert [{row % 4 for row in tasks[i : i + 3, 0].tolist()} for i in (0, 3, 6, 9)] == [{3}, {2}, {1}, {0}]
+    assert sorted(tasks[:, 0].tolist()) == list(range(12))
+
+
+def test_a_short_prefix_of_long_contexts_is_not_shared() -> None:
+    samples = [[1, 2, 3, 4, *range(10 * i, 10 * i + 8)] for i in range(1, 5)]
+    for end, together in ((128, 4), (129, 1)):
+        tasks = share_prefixes(plan_tasks([1] * 4, [end] * 4, 2), tables(samples), 2, 8)
+        assert tasks[:, 4].max() == together
+
+
+def test_what_is_longest_together_comes_first() -> None:
+    samples = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [7, 8, 9, 10, 11, 12, 13, 14]]
+    tasks = share_prefixes(plan_tasks([1, 1, 1], [66, 65, 120], 2), tables(samples), 2, 8)
+    assert tasks[:, [0, 4, 5]].tolist() == [[2, 1, 0], [0, 2, 64], [1, 0, 0]]
+
+
+@settings(max_examples=examples(100))
+@given(
+    branches=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 200)), max_size=20),
+    group=st.sampled_from([1, 2, 16, 17]),
+    most=st.integers(0, 30),
+    prompt=st.booleans(),
+)
+def test_a_unit_has_what_all_of_it_see_in_common(branches, group, most, prompt) -> None:
+    rows: list[list[int]] = [[*range(1, 14)]]
+    for number, (parent, pages, _) in enumerate(branches, 1):
+        before = rows[parent % len(rows)][:pages]
+        rows.append([*before, *range(100 * number, 100 * number + 13 - len(before))])
+    q_lens, kv_lens = [1] * len(rows), [150, *(length for *_, length in branches)]
+    if prompt:
+        q_lens[0] = 100
+    plan, table = plan_tasks(q_lens, kv_lens, group), tables(rows, 13)
+    tasks = share_prefixes(plan, table, group, most)
+    assert sorted(tasks[:, :4].tolist()) == sorted(plan[:, :4].tolist())
+    following = 0
+    for row, _, tokens, position, count, shared in tasks.tolist():
+        assert (count == 0) == (following > 0)
+        if count:
+            leader, following, common = row, count, shared
+        following -= 1
+        assert common % 64 == 0
+        assert common <= position + 1
+        assert (table[row, : common // PAGE_SIZE] == table[leader, : common // PAGE_SIZE]).all()
+        assert count <= 1 or (count <= most and count * group <= 192 and group <= 16 and common > 0)
+        assert tokens == 1 or count == 1
 
 
 # Latents

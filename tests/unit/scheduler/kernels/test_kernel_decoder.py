@@ -16,14 +16,18 @@ from support.forward_batches import (
     forward_batch,
     layer_by_layer,
     load_model,
+    sampling_rows,
 )
 from support.kernels import instruction_sets, threads
 from support.properties import examples
 from support.workspaces import memory_of
 
+from caesura.scheduler.attention.delta_rule import HybridBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
-from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.cache.pool import MHAPool, StatePool
+from caesura.scheduler.execution.forward import StateSegment, StateStep
+from caesura.scheduler.execution.sampler import Sampler
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.decoder import DecoderKernel
 from caesura.scheduler.kernels.decoder_layers import (
@@ -69,9 +73,19 @@ FP8 = {
     "deepseek-v3": ((16, 16), {"q_lora_rank": 20}),
 }
 """Families that are FP8, too, in such blocks."""
-INT8 = ("qwen3", "gemma3")
-"""Families that are int8, too."""
-KINDS = sorted([*FAMILIES, *(f"{family}-fp8" for family in FP8), *(f"{family}-int8" for family in INT8)])
+NUMBERS = (
+    "qwen3-int8", "qwen3-int4", "qwen3-mxfp4", "gemma3-int8",
+    "qwen2-moe-int8", "qwen2-moe-mxfp4", "deepseek-v3-int8", "deepseek-v3-int4",
+)  # fmt: skip
+"""Families that are in whole numbers, too, in sizes that can be packed."""
+EVEN = {"hidden_size": 40, "moe_intermediate_size": 24, "v_head_dim": 16, "q_lora_rank": 24}
+HYBRIDS = {
+    "qwen3-next": {"num_key_value_heads": 1, "head_dim": 18},
+    "qwen3.5": {"linear_num_value_heads": 2, "hidden_size": 36},
+    "qwen3.5-moe": {},
+}
+HYBRID_NUMBERS = ("qwen3.5-moe-int8", "qwen3.5-mxfp4")
+KINDS = sorted([*FAMILIES, *(f"{family}-fp8" for family in FP8), *NUMBERS])
 PAGES = 40
 
 
@@ -80,32 +94,41 @@ def models(tmp_path_factory):
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     folder = tmp_path_factory.mktemp("models")
-    for family, overrides in FAMILIES.items():
+    for family, overrides in (FAMILIES | HYBRIDS).items():
         make_checkpoint(folder / family, family, **overrides)
     for family, (blocks, overrides) in FP8.items():
         plain = folder / f"{family}-plain"
         make_checkpoint(plain, family, **overrides)
         make_fp8_checkpoint(plain, folder / f"{family}-fp8", blocks)
 
+    numbers, hybrids = (*NUMBERS, *HYBRID_NUMBERS), (*HYBRIDS, *HYBRID_NUMBERS)
+    for family in {kind.rpartition("-")[0] for kind in numbers}:
+        make_checkpoint(folder / f"{family}-even", family, **EVEN)
+
     def load(kind, dtype):
         family, _, form = kind.rpartition("-")
-        if form == "int8":
-            return load_model(str(folder / family), dtype, int8=True)
+        if kind in numbers:
+            return load_model(str(folder / f"{family}-even"), dtype, quantization=form)
         return load_model(str(folder / kind), dtype)
 
-    return {(kind, dtype): load(kind, dtype) for kind in KINDS for dtype in native.FLOATS}
+    return {(kind, dtype): load(kind, dtype) for kind in (*KINDS, *hybrids) for dtype in native.FLOATS}
 
 
 def attention(model, dtype, seed=0):
     pool, backend = build_attention(model, dtype, PAGES, compiled=True)
+    if (delta := model.config.delta) is not None:
+        states = StatePool(num_layers=sum(delta.layers), num_rows=PAGES, shape=delta.state, dtype=dtype)
+        pool.states, backend = states, HybridBackend(backend, states)
     generator = torch.Generator().manual_seed(seed)
-    for tensor in stored(pool):
+    for tensor in stored(model, pool):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return pool, backend
 
 
-def stored(pool):
+def stored(model, pool):
     layers = [pool.layer(layer) for layer in range(pool.num_layers)]
+    if pool.states is not None:
+        layers += [pool.states.layer(layer) for layer in range(sum(model.config.delta.layers))]
     return [tensor for layer in layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
 
 
@@ -114,7 +137,7 @@ def compute(model, dtype, batch, how):
     with torch.inference_mode():
         backend.plan(batch)
         hidden = how(model, batch, backend).clone()
-    return hidden, stored(pool)
+    return hidden, stored(model, pool)
 
 
 def at_once(model, batch, backend):
@@ -138,6 +161,46 @@ def agree(model, dtype, batch, num_threads):
     assert torch.equal(hidden, expected)
     assert all(torch.equal(*pair) for pair in zip(pool, expected_pool, strict=True))
     assert noted is None or torch.equal(noted, model.routing.rows(len(batch.positions)))
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("family", KINDS)
+def test_head_and_sampler_in_the_same_call(models, family, dtype):
+    """A call that also samples leaves the bits of calls one after the other."""
+    model, batch = models[family, dtype], batch_of([(1, 50), (1, 7), (37, 20), (1, 0)], 2)
+    vocab_size, rows = model.config.vocab_size, torch.tensor([0, 1, 20, 38, 39])
+    sampler = Sampler(vocab_size, 8, "cpu", dtype)
+    top_k, greedy = [97, 97, 97, 5, 97], [False, False, False, False, True]
+    options = {"temperature": [1.0, 0.7, 1.0, 2.0, 1.0], "greedy": greedy, "top_k": top_k}
+    sampling = sampling_rows(len(rows), vocab_size, uniforms=[0.1, 0.5, 0.9, 0.7, 0.3], **options)
+    batch = replace(batch, sample_tokens=rows, sampling=sampling)
+
+    def results(out):
+        return [out.token_ids, out.logprobs, out.raw_logprobs, out.sampled_logprobs]
+
+    for _ in instruction_sets():
+        with threads(2):
+            hidden, expected_pool = compute(model, dtype, batch, at_once)
+            expected = results(sampler.sample(model.logits(hidden), sampling))
+            pool, backend = attention(model, dtype)
+            with torch.inference_mode():
+                backend.plan(batch)
+                out = model.sample(batch, backend, sampler)
+        if family.endswith(("-int4", "-mxfp4")):
+            assert out is None, "its head has another form of scaled weights"
+            continue
+        found = results(out)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(stored(model, pool), expected_pool, strict=True))
+
+
+def test_ids_beyond_the_vocabulary_are_refused(models):
+    model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
+    for wrong in (-1, model.config.vocab_size):
+        ids = batch.input_ids.clone()
+        ids[3] = wrong
+        with pytest.raises(IndexError, match="beyond"):
+            compute(model, torch.float32, replace(batch, input_ids=ids), at_once)
 
 
 def random_adapter(slots, seed, left_out):
@@ -181,6 +244,37 @@ def test_layers_of_every_kind_are_computed_alike(models, family, dtype):
     assert model.in_one_call
     for _ in instruction_sets():
         agree(model, dtype, batch_of([(1, 50), (1, 7), (1, 16), (37, 20), (1, 0)], 3), 2)
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *HYBRID_NUMBERS])
+def test_layers_with_states_are_computed_alike(models, family, dtype):
+    model, batch = models[family, dtype], batch_of([(1, 50), (1, 7), (1, 16), (37, 20), (1, 0)], 3)
+    assert model.in_one_call
+    batch.states = StateStep(
+        rows=torch.tensor([3, 1, 7, 4, 9]),
+        sources=torch.tensor([3, 2, 7]),
+        segments=[StateSegment(3, 40, 5, 4, 6), StateSegment(40, 41, None, 9, None)],
+        kept=(torch.tensor([1]), torch.tensor([8])),
+    )
+    for _ in instruction_sets():
+        for num_threads in (1, 3):
+            agree(model, dtype, batch, num_threads)
+
+
+def test_states_that_would_be_misread_are_refused(models):
+    model, batch = models["qwen3.5", torch.float32], batch_of([(1, 3)], 1)
+    _, backend = attention(model, torch.float32)
+    backend.plan(batch)
+    model.forward(batch, backend)
+    past, recurrent = backend.pool.layer(0)
+    for layer in ((past.bfloat16(), recurrent), (past[..., 1:], recurrent), (past, recurrent[:, :, 1:])):
+        backend.paged.states = replace(backend.paged.states, layer=lambda _, layer=layer: layer)
+        with pytest.raises(ValueError, match="no layers of"):
+            model.forward(batch, backend)
+    backend.paged.states = None
+    with pytest.raises(ValueError, match="no layers of"):
+        model.forward(batch, backend)
 
 
 def test_layers_with_a_window_find_their_own_pages(models):

@@ -39,6 +39,7 @@ class Layer:
         for slot in self.block.slots():
             values = 0.4 * self.draw(*slot.shape) + (1.0 if "norm" in slot.name else 0.0)
             slot.write(values.to(dtype), 0)
+        self.block.finalize()
         self.pool = StatePool(num_layers=1, num_rows=STATES, shape=shape, dtype=dtype)
         past, recurrent = self.pool.layer(0)
         past.copy_(self.draw(*past.shape))
@@ -60,18 +61,18 @@ class Layer:
         pool = StatePool(num_layers=1, num_rows=STATES, shape=self.shape, dtype=self.dtype)
         for target, source in zip(pool.layer(0), self.pool.layer(0), strict=True):
             target.copy_(source)
-        attention = SimpleNamespace(fused=None, reads_page_table=False, plan=lambda batch: None)
+        attention = SimpleNamespace(fused=None, paged=None, reads_page_table=False, plan=lambda batch: None)
         backend = HybridBackend(cast("AttentionBackend", attention), pool)
         batch = forward_batch([Row([1], 0, [1]) for _ in range(len(x))], num_decode)
         batch.states = step
         backend.plan(batch)
-        kernel = self.block._kernel
+        kernel = self.block.kernel
         assert kernel is not None
-        self.block._kernel = kernel if compiled else None
+        self.block.kernel = kernel if compiled else None
         try:
             return self.block.forward(x, x, x, backend), *pool.layer(0)
         finally:
-            self.block._kernel = kernel
+            self.block.kernel = kernel
 
 
 shapes = st.builds(

@@ -12,6 +12,7 @@ from torch.nn import functional
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.attention_form import HeadNorms
 from caesura.scheduler.kernels.elementwise import (
+    gate_heads,
     gate_mul,
     rms_norm,
     rope_store,
@@ -351,6 +352,21 @@ def test_latents_that_would_be_misread_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="no rotation"):
             rotate_latents(**(right | {name: wrong}), interleaved=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_weighted_by_sigmoids_of_their_gates(dtype) -> None:
+    for size in (5, 16, 72):
+        x, qkv = normal(1, dtype, 7, 3 * size), normal(2, dtype, 7, 3, 2 * size) * 4
+        gates = qkv[..., size:]
+        gates[0, 0, :3] = torch.tensor([300.0, -300.0, 0.0])
+        for _ in instruction_sets():
+            got = gate_heads(x.clone(), gates)
+            assert_near(got, x.double() * functional.sigmoid(gates.double()).flatten(1), dtype)
+            assert torch.equal(gate_heads(x[4:5].clone(), gates[4:5]), got[4:5])
+        for wrong in (gates[:6], gates.double(), gates.transpose(1, 2)):
+            with pytest.raises(ValueError, match="no gates of heads"):
+                gate_heads(x, wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -248,61 +248,96 @@ def test_fp8_weights_that_do_not_fit_are_refused(change):
         make(**given)
 
 
-# int8
+# Whole numbers of 8 and of 4 bits
+
+NUMBERS = {"int8": (128, None), "int4": (32, linear.INT4), "e2m1": (32, linear.E2M1)}
 
 
-def int8_product(w: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> linear.Product:
-    outputs, inputs = w.shape
-    lines = torch.zeros(linear.scales_shape(outputs, inputs, linear.INT8_COLUMNS))
+def packed_numbers(
+    w: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, kind: str = "int8"
+) -> linear.Product:
+    (outputs, inputs), (columns, codes) = w.shape, NUMBERS[kind]
+    lines = torch.zeros(linear.scales_shape(outputs, inputs, columns))
     lines[:, :outputs] = scales.t()
-    made = linear.Scales(lines, linear.INT8_COLUMNS, linear.INT8)
-    return linear.Product(packed(w), outputs, inputs, made, dtype)
+    storage = packed(w if codes is None else codes.encode(w))
+    return linear.Product(storage, outputs, inputs, linear.Scales(lines, columns, linear.INT8, codes), dtype)
 
 
-def int8_case(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def numbers_case(outputs: int, inputs: int, kind: str = "int8") -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(outputs)
-    w = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
-    w[0] = 127  # the largest sums that there can be
-    return w, torch.rand(outputs, -(-inputs // linear.INT8_COLUMNS), generator=generator) + 0.1
+    columns, codes = NUMBERS[kind]
+    each = torch.arange(-127, 128, dtype=torch.int8) if codes is None else codes.numbers
+    w = each[torch.randint(0, len(each), (outputs, inputs), generator=generator)]
+    w[0] = each.max()  # the largest sums that there can be
+    return w, torch.rand(outputs, -(-inputs // columns), generator=generator) + 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs,inputs", [(33, 64), (97, 300), (64, 516), (1, 4)])
-def test_int8_products_have_the_bits_of_the_definition(isa, dtype, outputs, inputs):
-    (w, scales), bias = int8_case(outputs, inputs), normal(2, dtype, outputs)
+@pytest.mark.parametrize("kind,outputs,inputs", [
+    ("int8", 33, 64), ("int8", 97, 300), ("int8", 64, 516), ("int8", 1, 4),
+    ("int4", 33, 64), ("int4", 97, 296), ("e2m1", 64, 520), ("e2m1", 1, 8),
+])  # fmt: skip
+def test_products_of_whole_numbers_have_the_bits_defined(isa, dtype, kind, outputs, inputs):
+    (w, scales), bias = numbers_case(outputs, inputs, kind), normal(2, dtype, outputs)
+    columns = NUMBERS[kind][0]
     x = normal(1, dtype, 110, inputs + 3)[:, 3:]
     x[0], x[1], x[2, 1:] = 3.0, -3.0, 0.0
-    product = int8_product(w, scales, dtype)
-    expected = linear.int8_product(x, w, scales, bias)
+    product = packed_numbers(w, scales, dtype, kind)
+    expected = linear.int8_product(x, w, scales, bias, columns)
     for count in (1, 3):
         with threads(count):
-            for rows in (*range(1, 14), 48, 50, 110):
+            for rows in (*range(1, 14), 24, 25, 48, 50, 110):
                 assert torch.equal(product(x[:rows], bias), expected[:rows]), (count, rows)
-            assert torch.equal(product(x[3:9]), linear.int8_product(x[3:9], w, scales))
+            assert torch.equal(product(x[3:9]), linear.int8_product(x[3:9], w, scales, None, columns))
+
+
+@pytest.mark.parametrize("codes", [linear.INT4, linear.E2M1])
+def test_every_code_becomes_its_number(codes):
+    numbers = codes.numbers.repeat(3, 2)
+    words = codes.encode(numbers)
+    assert words.dtype == torch.uint8
+    assert words.shape == (3, 16)
+    assert torch.equal(codes.decode(words), numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_products_are_near_those_of_float64(dtype):
-    (w, scales), x = int8_case(80, 640), normal(3, dtype, 7, 640)
+    (w, scales), x = numbers_case(80, 640), normal(3, dtype, 7, 640)
     exact = x.double() @ (w * scales.repeat_interleave(linear.INT8_COLUMNS, dim=1)).double().t()
     error = (linear.int8_product(x, w, scales).double() - exact).norm() / exact.norm()
-    assert error < 2 * unit(dtype) + 1e-4  # 16 bits of the largest value
+    assert error < 2 * unit(dtype) + 0.01  # 8 bits of the largest value of a block
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_large_value_of_x_makes_its_own_block_coarse(isa, kind):
+    (w, scales), x = numbers_case(40, 384, kind), normal(3, torch.float32, 7, 384)
+    columns = NUMBERS[kind][0]
+    w[:, columns : 2 * columns] = 0
+    product = packed_numbers(w, scales, x.dtype, kind)
+    large = x.clone()
+    large[:, columns] = 1e6
+    assert torch.equal(product(large), product(x))
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_int8_rows_that_are_not_finite_give_nothing_finite(isa, wrong):
-    (w, scales), x = int8_case(40, 200), torch.ones(6, 200)
+    (w, scales), x = numbers_case(40, 200), torch.ones(6, 200)
     x[2, 199], x[4], x[5] = wrong, 0.0, 1e-35  # and a row too small for a scale is zero
-    for y in (int8_product(w, scales, x.dtype)(x), linear.int8_product(x, w, scales)):
+    for y in (packed_numbers(w, scales, x.dtype)(x), linear.int8_product(x, w, scales)):
         assert y[2].isnan().all()
         assert y[[0, 1, 3]].isfinite().all()
         assert (y[4:] == 0).all()
 
 
-def test_int8_weights_in_other_blocks_are_refused():
-    weight, lines = torch.zeros(64, 256, dtype=torch.int8), torch.zeros(4, 64)
+@pytest.mark.parametrize("dtype,inputs,columns,codes", [
+    (torch.int8, 256, 64, None), (torch.uint8, 256, 128, linear.INT4), (torch.int8, 256, 32, linear.INT4),
+    (torch.uint8, 252, 32, linear.INT4),
+])  # fmt: skip
+def test_whole_numbers_in_other_blocks_are_refused(dtype, inputs, columns, codes):
+    weight = torch.zeros(64, inputs if codes is None else 128, dtype=dtype)
+    scales = linear.Scales(torch.zeros(-(-inputs // columns), 64), columns, linear.INT8, codes)
     with pytest.raises(ValueError, match="packed rows"):
-        linear.Product(weight, 40, 256, linear.Scales(lines, 64, linear.INT8), torch.float32)
+        linear.Product(weight, 40, inputs, scales, torch.float32)
 
 
 # The layout

@@ -300,4 +300,4 @@ def test_tensors_that_do_not_fit_are_refused(change, filtered):
     if not filtered and change.keys() & filters.keys():
         pytest.skip("it has no filters")
     with pytest.raises(ValueError, match="do not fit"):
-        RowSampler(10).sample(**(given | (filters if filtered else {}) | change))
+        RowSampler(10).arguments(**(given | (filters if filtered else {}) | change))

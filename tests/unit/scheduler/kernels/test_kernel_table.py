@@ -9,10 +9,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from support.stale_builds import refuse_stale_builds
 
 from caesura.scheduler import kernels
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.self_test import failure
+from caesura.transfer import words
 
 
 @pytest.fixture
@@ -136,9 +138,33 @@ def test_a_library_of_other_sources_is_not_called(beside, tmp_path):
 
 
 @pytest.mark.usefixtures("built")
+def test_a_stale_library_ends_the_test_run(loading):
+    refuse_stale_builds()
+    loading.setattr(native, "_ABI", -1)
+    native._library.cache_clear()
+    with pytest.raises(pytest.UsageError, match="other sources"):
+        refuse_stale_builds()
+    loading.setattr(native, "_find", lambda: None)
+    native._library.cache_clear()
+    refuse_stale_builds()  # those tests are skipped: nothing was built
+
+
+def test_stale_functions_of_words_end_the_test_run(monkeypatch):
+    if words.library() is None:
+        pytest.skip("words.cpp was not compiled")
+    monkeypatch.setattr(words, "_ABI", -1)
+    words.library.cache_clear()
+    try:
+        with pytest.raises(pytest.UsageError, match="_words"):
+            refuse_stale_builds()
+    finally:
+        words.library.cache_clear()
+
+
+@pytest.mark.usefixtures("built")
 def test_a_library_with_other_structure_sizes_is_not_called(beside, tmp_path):
     (tmp_path / "_cpu.so").symlink_to(native._find())
-    found = beside('*_all(SIZE, "scale_columns")', '*_all(SIZE, "scale_columns more")')
+    found = beside('"scale_columns ', '"scale_columns more ')
     assert found.isa() == kernels.TORCH
     size = ctypes.sizeof(native.DecoderStep)
     assert f"a decoder step of {size} bytes, this source makes one of {size + 8}" in found.why_not()

@@ -96,7 +96,7 @@ def test_slots_of_shared_experts_take_rows_and_elements(count: int) -> None:
         assert slot.update(expected[2:5], 2)
         assert not slot.update(expected[2:5], 2), "they are there"
         positions = torch.tensor([0, 9, expected.numel() // 2, expected.numel() - 1])
-        for storage, places, which in slot.places(positions):
+        for storage, places, which, _ in slot.places(positions):
             storage[places] = positions.float() if which is None else positions[which].float()
         expected.view(-1)[positions] = positions.float()
         assert torch.equal(slot.read(), expected)

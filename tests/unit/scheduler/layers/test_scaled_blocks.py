@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import dequantize_fp8, quantize_fp8
+from support.mxfp4 import dequantize_mxfp4
 from support.properties import examples
 from support.workspaces import addresses_of
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.kernels import linear as kernel
 from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.matrix import Matrix
@@ -224,15 +227,83 @@ def test_int8_values_are_the_nearest_multiples() -> None:
     assert wrong.nonzero().tolist() == [[0, 0], [1, 2]]
 
 
+BLOCKS = {
+    "int8": INT8,
+    "int4": ScaleBlocks(1, 32, dtype=torch.int8, codes=kernel.INT4),
+    "mxfp4": ScaleBlocks(1, 32, dtype=torch.int8, codes=kernel.E2M1),
+}
+
+
+def test_int4_values_are_the_nearest_multiples() -> None:
+    value = random(50, 80)
+    numbers, scales = quantize(value, BLOCKS["int4"])
+    assert (numbers.dtype, scales.shape) == (torch.int8, (50, 3))
+    steps = scales.repeat_interleave(32, dim=1)[:, :80]
+    assert ((numbers * steps - value).abs() <= steps * 0.5001).all()
+    assert numbers.abs().max() == 7
+
+
+def test_mxfp4_values_are_those_of_the_specification() -> None:
+    value = random(50, 96) * torch.logspace(-3, 3, 50)[:, None]
+    value[0, :32], value[1, :32] = 0.0, 6.9
+    value[2, :8] = torch.tensor([4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -5.0])  # as near to one as to another
+    numbers, scales = quantize(value, BLOCKS["mxfp4"])
+    groups = value.view(50, 3, 32)
+    exponents = groups.abs().amax(-1).double().clamp_min(1e-30).log2().floor() - 2
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    sizes = (groups.abs() / 2 ** exponents[..., None]).double()
+    nearest = (sizes.clamp_max(6)[..., None] - grid).abs().amin(-1)
+    found = numbers.view(50, 3, 32).abs().double() / 2
+    assert torch.equal((found - sizes.clamp_max(6)).abs(), nearest)
+    assert torch.equal(scales[1:].double(), 2.0 ** (exponents - 1)[1:])
+    assert (scales[0, 0], numbers[0, :32].any()) == (1.0, False)
+    assert numbers[2, :8].tolist() == [8, 0, 2, 2, 4, 4, 8, -8]
+    value[0, 0], value[1, 95] = torch.nan, -torch.inf
+    wrong = ~quantize(value, BLOCKS["mxfp4"])[1].isfinite()
+    assert wrong.nonzero().tolist() == [[0, 0], [1, 2]]
+
+
+def test_what_is_mxfp4_stays_as_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (40, 3, 16), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(110, 140, (40, 3), generator=generator, dtype=torch.uint8)
+    value = dequantize_mxfp4(blocks, exponents)
+    numbers, scales = quantize(value.float(), BLOCKS["mxfp4"])
+    assert torch.equal(numbers * scales.repeat_interleave(32, dim=1), value.float())
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", native.FLOATS)
-def test_int8_weights_that_are_not_packed_have_the_same_products(dtype: torch.dtype) -> None:
-    place, parts, x = Placement(dtype, CPU, INT8), [40, 24], random(9, 260, dtype=dtype)
-    matrices = [matrix_of(parts, 260, place, packed=packed) for packed in (False, True)]
+def test_numbers_that_are_not_packed_have_the_same_products(dtype: torch.dtype, kind: str) -> None:
+    place, parts, x = Placement(dtype, CPU, BLOCKS[kind]), [40, 24], random(9, 264, dtype=dtype)
+    matrices = [matrix_of(parts, 264, place, packed=packed) for packed in (False, True)]
+    assert (matrices[1].packed is None, matrices[0].packed) == (False, None)
     for matrix in matrices:
         for number, start in enumerate((0, 40)):
-            next(matrix.slots(f"m{number}", start, parts[number])).write(random(parts[number], 260), 0)
+            next(matrix.slots(f"m{number}", start, parts[number])).write(random(parts[number], 264), 0)
+    stored = [next(matrix.slots("m0", 0, 40)).read() for matrix in matrices]
+    assert torch.equal(*stored)
     bias, out = random(64, dtype=dtype), torch.empty(9, 64, dtype=dtype)
     plain, packed = (matrix.product(x, bias) for matrix in matrices)
     assert torch.equal(plain, packed)
     assert torch.equal(matrices[0].product(x, bias, out), out)
     assert torch.equal(out, packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_stored_numbers_are_taken_if_codes_stand_for_them(kind: str, packed: bool) -> None:
+    blocks = BLOCKS[kind]
+    numbers, _ = quantize(random(20, 64), blocks)
+    matrix = matrix_of([20], 64, Placement(torch.float32, CPU, blocks), packed=packed)
+    slot = next(matrix.slots("m", 0, 20))
+    assert slot.accepts(numbers.dtype)
+    slot.write(numbers, 0)
+    assert torch.equal(slot.read(), numbers)
+    numbers[5, 7] = 11
+    if blocks.codes is None:
+        slot.write(numbers, 0)
+    else:
+        with pytest.raises(CaesuraError, match="has numbers that no code"):
+            slot.write(numbers, 0)
+    assert (slot.read()[5, 7] == 11) == (blocks.codes is None)

@@ -303,14 +303,16 @@ def test_the_released_config_of_gpt_oss_is_understood() -> None:
 
 @pytest.mark.parametrize("spelling", ["modules_to_not_convert", "ignored_layers"])
 def test_converted_modules(spelling: str) -> None:
-    names = ["model.layers.1", "layers.0.self_attn.o_proj", "mlp.up_proj"]
+    names = ["model.layers.1", "layers.0.self_attn.o_proj", "mlp.up_proj", "proj", "yers.3"]
     stated = {"weight_block_size": [64, 32], "activation_scheme": "dynamic", "fmt": "e4m3", spelling: names}
     fp8 = parse(QWEN3, quantization_config=FP8 | stated).quantization
     assert fp8 is not None
     assert (fp8.rows, fp8.columns) == (64, 32)
     assert fp8.converts("model.layers.0.self_attn.q_proj")
     assert fp8.converts("model.layers.10.self_attn.q_proj")  # not below model.layers.1
-    assert fp8.converts("model.layers.0.mlp.gate_proj")
+    assert fp8.converts("model.layers.0.mlp.gate_proj")  # proj is a part of its last component
+    assert fp8.converts("model.layers.3.self_attn.q_proj")
+    assert not fp8.converts("model.vision.proj")
     plain = "1.self_attn.q_proj", "0.self_attn.o_proj", "0.mlp.up_proj", "0.mlp.gate"
     for name in ("lm_head", *(f"model.layers.{name}" for name in plain)):
         assert not fp8.converts(name), name

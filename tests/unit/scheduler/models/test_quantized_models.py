@@ -14,14 +14,26 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
+from support.checkpoints import (
+    edit_config,
+    make_checkpoint,
+    make_dequantized_checkpoint,
+    make_fp8_checkpoint,
+    write_like,
+)
+from support.faults import Fault
 from support.forward_batches import PagedModel, Sequence, load_model
 from support.mxfp4 import SHAPE, dequantize_mxfp4, make_mxfp4_checkpoint, make_widened_checkpoint
 from support.properties import examples
 from support.stored_weights import mismatch, send, specs, storage
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
+from caesura.scheduler.kernels import native
+from caesura.scheduler.layers import scaled_blocks
+from caesura.scheduler.layers.embedding import TIED
 from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
@@ -156,6 +168,75 @@ def test_fp8_computes_the_dequantised_checkpoint(name: str, tmp_path: Path) -> N
         assert (slot.dtype == FP8) == (stored[name].dtype == FP8), name
         if stored[name].dtype in (FP8, torch.float32):
             assert torch.equal(slot.read().view(torch.uint8), stored[name].view(torch.uint8)), name
+
+
+NUMBERS = {
+    "qwen3-int8": ("qwen3", "int8", {}),
+    "qwen3-int4": ("qwen3", "int4", {}),
+    "qwen3-mxfp4": ("qwen3", "mxfp4", {}),
+    "qwen3-not-packed": ("qwen3", "mxfp4", {"hidden_size": 38, "intermediate_size": 70}),
+    "qwen3-moe-int8": ("qwen3-moe", "int8", {"moe_intermediate_size": 300}),
+    "qwen3-moe-int4": ("qwen3-moe", "int4", {}),
+    "mixtral-mxfp4": ("mixtral", "mxfp4", {}),
+    "qwen2-moe-not-packed": ("qwen2-moe", "int8", {"hidden_size": 38, "moe_intermediate_size": 22}),
+    "deepseek-v2-int4": ("deepseek-v2", "int4", {}),
+    "deepseek-v3-int8": ("deepseek-v3", "int8", {}),
+}
+
+
+KEPT = tuple(f"{name}.weight" for name in ("kv_b_proj", "mlp.gate", "sparse_moe.gate", "shared_expert_gate"))
+
+
+class RoundedInputs(TorchFunctionMode):
+    """Have the products of a model of transformers take inputs in whole numbers, but those in ``KEPT``."""
+
+    def __init__(self, model: Any, columns: int) -> None:
+        super().__init__()
+        kept = (each for name, each in model.named_parameters() if name.endswith(KEPT))
+        self._kept = {each.data_ptr() for each in kept}
+        self._head, self._columns = model.lm_head.weight.data_ptr(), columns
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear and args[1].data_ptr() not in self._kept:
+            columns = 128 if args[1].data_ptr() == self._head else self._columns
+            args = torch.cat([rounded(part) for part in args[0].split(columns, -1)], -1), *args[1:]
+        return function(*args, **(kwargs or {}))
+
+
+def rounded(x: Tensor) -> Tensor:
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_whole_numbers_compute_the_dequantised_checkpoint(name: str, tmp_path: Path) -> None:
+    family, quantization, overrides = NUMBERS[name]
+    make_checkpoint(tmp_path / "plain", family, seed=3, dtype=torch.bfloat16, **overrides)
+    model = load_model(str(tmp_path / "plain"), torch.float32, quantization=quantization)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    slots, columns = model.weight_slots(), 128 if quantization == "int8" else 32
+    products = {key for key, value in tensors.items() if value.dim() == 2}
+    kept = {key for key in products if f"{key}_scale_inv" not in slots}
+    assert all(key.endswith(KEPT) or key == "model.embed_tokens.weight" for key in kept)
+    for key in products - kept:
+        numbers, scales = slots[key].read(), slots[f"{key}_scale_inv"].read()
+        of_head = key == "lm_head.weight"
+        steps = scales.repeat_interleave(128 if of_head else columns, dim=1)[:, : numbers.shape[1]]
+        assert of_head or quantization == "int8" or numbers.abs().max() <= 12
+        wide = numbers * steps
+        assert (
+            (wide - tensors[key].float()).abs() <= steps * (4 if quantization == "mxfp4" else 0.501)
+        ).all()
+        tensors[key] = wide
+    write_like(tmp_path / "plain", tmp_path / "wide", tensors)
+    edit_config(tmp_path / "wide", dtype="float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "wide", attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad(), RoundedInputs(theirs, columns):
+        expected = theirs(torch.tensor([tokens()])).logits[0]
+    found = logits_in_steps(model, torch.float32)
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
 def test_logits_of_mxfp4_are_transformers_own(made: dict[str, Folders]) -> None:
@@ -390,6 +471,24 @@ def test_a_tensor_that_was_cut_off_comes_again(
     loader.require_whole()
     if kind == "mxfp4":
         assert torch.equal(subject.read(UP), subject.wide[UP])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "mxfp4"])
+def test_a_tied_head_follows_after_a_failed_write(tmp_path: Path, quantization: str) -> None:
+    for seed in (0, 1):
+        make_checkpoint(tmp_path / f"{seed}", "qwen3", tied=True, seed=seed, dtype=torch.bfloat16)
+    model, _ = models = [
+        load_model(str(tmp_path / name), torch.bfloat16, quantization=quantization) for name in "01"
+    ]
+    old, new = (storage(each) for each in models)
+    loader, weights = WeightLoader(model), load_file(tmp_path / "1" / "model.safetensors")
+    way = "quantize" if native.why_not() else "quantize_rows"
+    with Fault(scaled_blocks, way, MemoryError()), pytest.raises(MemoryError):
+        send(loader, TIED, weights[TIED])
+    send(loader, TIED, weights[TIED])
+    head = [name for name in new if name.startswith("lm_head")]
+    assert len(head) == 2
+    assert all(storage(model)[name] == new[name] != old[name] for name in head)
 
 
 def test_parts_of_a_product_are_quantised_together(tmp_path: Path) -> None:

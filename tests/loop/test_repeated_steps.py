@@ -1,0 +1,101 @@
+"""A decode step made of the one before it, against the same step built anew."""
+
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.scripted import EngineDriver, prompt_of, tokens_of
+
+from caesura.io_struct import SamplingParams
+from caesura.scheduler.memory import moves
+from caesura.scheduler.scheduling.batcher import Batcher
+
+
+def values_of(of: Any) -> dict[str, Any]:
+    return {field.name: getattr(of, field.name) for field in fields(of)}
+
+
+def assert_equal(one: Any, two: Any) -> None:
+    for name, value in values_of(one).items():
+        other = getattr(two, name)
+        if name == "input_ids":
+            continue  # the runner fills them in
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype, name
+            assert torch.equal(value, other), name
+        elif isinstance(value, np.ndarray):
+            assert np.array_equal(value, other), name
+        elif name in ("forward", "sampling"):
+            assert_equal(value, other)
+        else:
+            assert value == other, name
+
+
+class Compared:
+    """Builds each repeated step once more, as if there were none before it."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.count, self._batcher, self._repeated = 0, batcher, batcher._repeated
+        batcher._repeated = self
+
+    def __call__(self, last: Any) -> Any:
+        found = self._repeated(last)
+        assert_equal(found, self._batcher._build(found.slots, [], None))
+        self.count += 1
+        return found
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_repeated_step_is_the_one_that_would_be_built(tiny_model, depth):
+    rng = Random(depth)
+    options: list[dict[str, Any]] = [
+        {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 0.0},
+        {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.5},
+    ]  # fmt: skip
+    with EngineDriver(tiny_model, pipeline_depth=depth, max_running_requests=6, kv_pool_tokens=512) as driver:
+        compared = Compared(driver.engine.batcher)
+        for number in range(40):
+            chosen = rng.choices(options, [8, 3, 3, 3, 1])[0]
+            limit = rng.randint(1, 60)
+            params = SamplingParams(max_new_tokens=limit, seed=number, ignore_eos=True, **chosen)
+            driver.generate(prompt_of(rng.randint(1, 40), number), sampling_params=params)
+            driver.tick(rng.randint(0, 25))
+            if number % 8 == 7:
+                driver.pause("retract" if number % 16 == 7 else "in_place")
+                driver.go_on()
+        driver.run_until_idle()
+    assert compared.count > 100
+
+
+def played(driver: EngineDriver, *, moving: bool) -> tuple[list[Any], int]:
+    """Return the results of some requests, and in how many ticks a call was made again."""
+    kernel = driver.engine.model._kernel.kernel
+    options = {"return_raw_logprob": True, "return_sampled_logprob": True}
+    rids = []
+    for number in range(4):
+        params = SamplingParams(max_new_tokens=30 + 3 * number, seed=number, ignore_eos=True, top_k=20)
+        rids.append(driver.generate(prompt_of(5 * number + 1, number), sampling_params=params, **options))
+    again = 0
+    for _ in range(50):
+        moves.count += moving
+        before = kernel._last
+        driver.tick(1)
+        again += before is not None and kernel._last is before and bool(driver.engine.live)
+    driver.run_until_idle()
+    results = [driver.result(rid) for rid in rids]
+    columns = ("output_logprobs", "raw_logprobs", "sampled_logprobs")
+    return [(tokens_of(each), *(getattr(each, name) for name in columns)) for each in results], again
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_call_made_again_has_the_bits_of_a_new_one(tiny_model, depth):
+    options: dict[str, Any] = {"pipeline_depth": depth, "prefix_cache": False}
+    with EngineDriver(tiny_model, scripted=False, **options) as driver:
+        expected, again = played(driver, moving=True)
+        assert again == 0, "what may have moved is looked for"
+        found, again = played(driver, moving=False)
+    assert found == expected
+    assert again > 20
