@@ -10,7 +10,7 @@ from support.sanitized import run_sanitized
 
 from caesura.scheduler.kernels import native
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # each runs a whole file, many times slower
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # each runs a whole file, many times slower
 HERE = Path(__file__).parent
 FAKE_AMX = HERE.parents[2] / "support" / "fake_amx.h"
 LAYERS = ("linear", "attention", "elementwise", "experts", "delta")

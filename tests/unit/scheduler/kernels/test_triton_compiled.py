@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 BF16 = torch.bfloat16
 
 
+@pytest.mark.timeout(900)  # a whole file, by an interpreter
 @pytest.mark.parametrize(
     "file", ["test_triton_layers", "test_triton_sampler", "../attention/test_triton_decode"]
 )
