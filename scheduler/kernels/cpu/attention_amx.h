@@ -176,7 +176,7 @@ CAESURA_INLINE void add_block(const Attention& a, const Scratch<bf16>& s, const 
         _tile_loadd(2, sums + c, stride);
         _tile_loadd(3, sums + other, stride);
         for (int64_t page = 0; FETCHING && page * PAGE < block.count; page++)
-            prefetch((const char*)block.later_keys[page] + c / 32 * fetched, fetched);
+            prefetch<false>((const char*)block.later_keys[page] + c / 32 * fetched, fetched);
         for (int64_t line = 0; 2 * line < block.count; line += 16) {
             const float* values = s.values + line * s.columns;
             _tile_loadd(6, s.probabilities + line, BLOCK * sizeof(bf16));
@@ -255,8 +255,8 @@ static void take_rows(const Attention& a, const Scratch<bf16>& s, const HeadTask
         Block<bf16> block(a, t, next, begin);
         if (a.size * sizeof(bf16) != s.words * sizeof(float)) copy_keys(block, a.size, s);
         for (int64_t page = 0; page * PAGE < block.count; page++) {
-            prefetch(block.later_keys[page], PAGE * a.size * sizeof(bf16));
-            if (a.values != a.keys) prefetch(block.later_values[page], PAGE * a.value_row * sizeof(bf16));
+            prefetch<false>(block.later_keys[page], PAGE * a.size * sizeof(bf16));
+            if (a.values != a.keys) prefetch<false>(block.later_values[page], PAGE * a.value_row * sizeof(bf16));
         }
         const int64_t first = a.form.first(task.position) - begin, last = a.form.first(task.end() - 1) - begin;
         const bool cut = task.tokens > 1 && (last > 0 || task.position + 1 < begin + block.count);
