@@ -12,8 +12,9 @@
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ _SHARED = 1 << 19
 _PANEL = 32
 """Rows of packed storage that threads must not share."""
 _MODULUS = 1 << 32
+_LANES = Struct(f"<{LANES}I")
 _GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -111,10 +113,16 @@ def weights_digest(digests: Mapping[str, TensorDigest]) -> str:
     """Return the digest of whole weights, 32 hex digits, from those of their tensors by checkpoint name."""
     total = 0
     for name, digest in digests.items():
-        text = f"{name}\0{digest.dtype}\0{','.join(map(str, digest.shape))}\0"
-        lanes = b"".join(lane.to_bytes(4, "little") for lane in digest.settle())
-        total += int.from_bytes(blake2b(text.encode() + lanes, digest_size=16).digest(), "little")
+        hashed = _begun(name, digest.dtype, digest.shape).copy()
+        hashed.update(_LANES.pack(*digest.settle()))
+        total += int.from_bytes(hashed.digest(), "little")
     return f"{total % (1 << 128):032x}"
+
+
+@lru_cache(1 << 15)
+def _begun(name: str, dtype: str, shape: tuple[int, ...]) -> blake2b:
+    """Return the hash of all that does not change of a tensor with its values."""
+    return blake2b(f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode(), digest_size=16)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -37,7 +37,9 @@ from ..weights.loader import END, LoadCounts, WeightLoader, write_some
 from ..weights.reading import require_finite
 from ..weights.source import (
     BufferSource,
+    BySpecs,
     ComponentSource,
+    Fitting,
     WeightPiece,
     WeightSource,
     chosen,
@@ -69,6 +71,7 @@ class WeightUpdates:
         """Stamp of the weights that a rollback returns to."""
         self._workspace = Workspace()
         self.maps = SharedMemoryMaps(engine.config.device)
+        self._fitting: Fitting = BySpecs()
         self.model_path = engine.initial_weights.folder or engine.config.model_path
         """The last committed checkpoint folder."""
 
@@ -139,12 +142,13 @@ class WeightUpdates:
         self, request: wire.UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         def open_source() -> WeightSource:
-            return BufferSource("tensor", request.specs, frames, delta=request.delta)
+            specs, delta = request.specs, request.delta
+            return BufferSource("tensor", specs, frames, delta=delta, fitting=self._fitting)
 
         return self._update(request, sender, ("tensor", None), open_source)
 
     def from_ipc(self, request: wire.UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
-        return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request))
+        return self._update(request, sender, ("ipc", None), lambda: self.maps.open(request, self._fitting))
 
     def from_distributed(
         self, request: wire.UpdateWeightsFromDistributedReqInput, sender: Sender

@@ -7,7 +7,7 @@
 - A complete tensor's digest is never changed, but replaced: a copy of the whole costs a dictionary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import msgspec
@@ -79,9 +79,9 @@ class WeightDigests:
             self._held.pop(name, None)
         self._held[slot.name], self._open = self._open, {}
 
-    def replace(self, slot: TensorSlot, lanes: tuple[int, ...]) -> None:
-        """Record the digest of a whole tensor, as it is stored, that this rank alone holds or digests."""
-        self._held[slot.name] = {slot.owned[0]: TensorDigest(NAMES[slot.dtype], slot.shape, lanes)}
+    def replace(self, digests: Mapping[str, dict[range, TensorDigest]]) -> None:
+        """Record digests of whole tensors, as they are stored, that this rank alone holds or digests."""
+        self._held.update(digests)
 
     def have(self, name: str, dtype: str) -> bool:
         """Return True if ``name`` is digested by itself, as ``dtype`` where this rank has rows of it."""
@@ -118,17 +118,21 @@ class WeightDigests:
             for held, digest in digests.items()
         ]
 
-    def total(self, elsewhere: Iterable[list[DigestedRows]] = ()) -> str:
+    def total(self, elsewhere: Sequence[list[DigestedRows]] = ()) -> str:
         """Return the digest of all weights, with the rows that the workers hold."""
-        found: dict[str, dict[range, TensorDigest]] = {name: {**each} for name, each in self._held.items()}
+        found = self._held
+        if elsewhere:
+            found = {name: {**each} for name, each in found.items()}
         for each in (each for rows in elsewhere for each in rows):
             digest = TensorDigest(each.dtype, each.shape, each.lanes)
             found.setdefault(each.name, {}).setdefault(range(each.start, each.stop), digest)
-        whole: dict[str, TensorDigest] = {}
-        for name, digests in found.items():
-            for digest in digests.values():
-                if name in whole:
-                    whole[name].merge(digest.settle())
-                else:
-                    whole[name] = digest.copy()
-        return weights_digest(whole)
+        return weights_digest({name: _whole([*each.values()]) for name, each in found.items() if each})
+
+
+def _whole(parts: Sequence[TensorDigest]) -> TensorDigest:
+    if len(parts) == 1:
+        return parts[0]
+    whole = parts[0].copy()
+    for part in parts[1:]:
+        whole.merge(part.settle())
+    return whole

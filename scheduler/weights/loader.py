@@ -10,6 +10,7 @@
   one.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -29,8 +30,8 @@ from .coverage import Coverage, num_rows
 from .digests import WeightDigests
 from .mapper import Stack, WeightsMapper
 from .mismatches import Mismatches
-from .source import BufferSource, NamedSpec, Pieces, WeightPiece, WeightSource
-from .write_plan import PlannedWrite, WritePlans
+from .source import BufferSource, BySpecs, NamedSpec, Pieces, WeightPiece, WeightSource
+from .write_plan import PlannedWrite, Step, steps
 
 WRITE_S = 0.002
 """Seconds for which :func:`write_some` writes: a turn of the loop costs as much as a small piece."""
@@ -73,9 +74,9 @@ class WeightLoader:
         """Components that differ from what was committed, until a complete update of them."""
         self._coverage = Coverage()
         self._changed = False  # of the tensor that lacks rows
-        self._plans = WritePlans()
-        self._checked: dict[tuple[bool, bool], tuple[list[Any], frozenset[str]]] = {}
-        """The last specs that :meth:`check` passed while nothing was due, by its arguments; its result."""
+        self._plans: BySpecs[list[Step]] = BySpecs()
+        self._checked: defaultdict[tuple[bool, bool], BySpecs[frozenset[str]]] = defaultdict(BySpecs)
+        """Results of :meth:`check` while nothing was due, by its other arguments."""
         self.digests = digests
         self.changes: UpdateChanges | None = None
         """Compares what is written with what was there, during an update with a report."""
@@ -91,10 +92,8 @@ class WeightLoader:
         ``mismatched`` (``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or
         ``{name, reason}``).
         """
-        key = complete, last
-        known = self._checked.get(key)
-        depends_on_specs_alone = self._coverage.is_fresh and not self.is_staging
-        if depends_on_specs_alone and known is not None and known[0] == specs:
+        depends_on_specs_alone = self._coverage.is_fresh and not self.is_staging and isinstance(specs, list)
+        if depends_on_specs_alone and (known := self._checked[complete, last].get(specs)) is not None:
             return set(known[1])
         found, disorder = Mismatches(self._slots), Mismatches(self._slots)
         coverage = self._coverage.copy_for_check()
@@ -132,8 +131,8 @@ class WeightLoader:
         if last and not disorder.any:
             disorder.missing = sorted(coverage.due)
         disorder.raise_if_any()
-        if depends_on_specs_alone and isinstance(specs, list):
-            self._checked[key] = specs, frozenset(seen)
+        if depends_on_specs_alone:
+            self._checked[complete, last].put(specs, frozenset(seen))
         return seen
 
     def _walk(
@@ -166,7 +165,12 @@ class WeightLoader:
         [buffer] = source.buffers
         assert isinstance(buffer, memoryview), "as it is one"
         data = torch.frombuffer(buffer, dtype=torch.uint8)
-        for step in self._plans.steps(source.specs, self._mapper.find, buffer):
+        known = self._plans.get(source.specs)
+        planned = [] if known is None else known[1]
+        if known is None or not all(step.holds for step in planned if isinstance(step, PlannedWrite)):
+            planned = list(steps(source.specs, self._mapper.find, buffer))
+            self._plans.put(source.specs, planned)
+        for step in planned:
             if isinstance(step, PlannedWrite):
                 step.buffer = data
                 try:
@@ -178,11 +182,8 @@ class WeightLoader:
 
     def _write_planned(self, planned: PlannedWrite) -> None:
         assert self.digests is not None, "nothing is planned without them"
-        changed = []
-        for slot, (lanes, differed) in zip(planned.slots, planned.write(), strict=True):
-            self.digests.replace(slot, lanes)
-            if differed:
-                changed.append(slot.name)
+        digests, changed = planned.write()
+        self.digests.replace(digests)
         self._coverage.add_whole(planned.slots, planned.names)
         self.counts.written_bytes += planned.nbytes
         self.counts.written_tensors += len(planned.slots)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -31,6 +31,8 @@ ELEMENTS = 1 << 18
 """Elements of a delta that are staged at a time, a few milliseconds' work."""
 SPAN = 1 << 20
 """Elements of the whole tensor from the first of these to the last, all of which may be quantised again."""
+_KEPT = 1 << 15
+"""Most specs of all lists for which something is kept."""
 _ROWS = 128
 """Rows of a matrix whose elements are staged together: those that a quantised weight's blocks have."""
 
@@ -137,6 +139,39 @@ class SharedMemory:
     nbytes: int
 
 
+_Value = TypeVar("_Value")
+
+
+class BySpecs(Generic[_Value]):
+    """Values kept for lists of specs, until others with the same first tensor and length come."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, int], tuple[list[Any], _Value]] = {}
+        self._count = 0
+
+    def get(self, specs: Sequence[Any]) -> tuple[list[Any], _Value] | None:
+        """Return the specs that were put, which compare faster with themselves, and their value."""
+        found = self._found.get(_key(specs)) if specs else None
+        return found if found is not None and found[0] == specs else None
+
+    def put(self, specs: list[Any], value: _Value) -> None:
+        if not specs:
+            return
+        if self._count + len(specs) > _KEPT:
+            self._found.clear()
+            self._count = 0
+        self._count += len(specs)
+        self._found[_key(specs)] = specs, value
+
+
+Fitting = BySpecs[tuple[list[int], int]]
+"""Sizes of buffers that specs were found to fit, and the bytes of all tensors."""
+
+
+def _key(specs: Sequence[Any]) -> tuple[str, int, int]:
+    return specs[0].name, getattr(specs[0], "start_row", 0), len(specs)
+
+
 class BufferSource:
     """Tensors that are in memory: frames of a message, or shared memory."""
 
@@ -149,16 +184,26 @@ class BufferSource:
         buffers: Sequence[memoryview | Tensor],
         memory: SharedMemory | None = None,
         delta: DeltaBase | None = None,
+        fitting: Fitting | None = None,
     ) -> None:
-        """Raise ``invalid_request`` if a spec does not fit. Other ranks map ``memory``."""
+        """Raise ``invalid_request`` if a spec does not fit, unless equal ones are ``fitting`` such buffers.
+
+        Other ranks map ``memory``.
+        """
         self.name = name
-        self.specs = specs
-        self.total_bytes = sum(spec.nbytes for spec in specs)
         self.buffers = buffers
         self.memory = memory
         self.delta = delta
+        sizes = [len(buffer) for buffer in buffers]
+        known = None if fitting is None else fitting.get(specs)
+        if known is not None and known[1][0] == sizes:
+            self.specs, (_, self.total_bytes) = known
+            return
+        self.specs, self.total_bytes = specs, sum(spec.nbytes for spec in specs)
         for spec in specs:
-            _require_fitting(spec, buffers)
+            _require_fitting(spec, sizes)
+        if fitting is not None:
+            fitting.put(specs, (sizes, self.total_bytes))
 
     @property
     def is_one_buffer(self) -> bool:
@@ -234,14 +279,14 @@ def _elements(spec: TensorSpec, data: Tensor) -> Iterator[WeightPiece]:
         start = max(end, 1)
 
 
-def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -> None:
+def _require_fitting(spec: TensorSpec, sizes: Sequence[int]) -> None:
     """Raise unless the spec lies in its buffer and is a whole number of rows."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise _invalid(spec, f"has the unknown dtype {spec.dtype!r}")
-    if spec.buffer >= len(buffers):
-        raise _invalid(spec, f"lies in buffer {spec.buffer} of {len(buffers)}")
-    size = len(buffers[spec.buffer])
+    if spec.buffer >= len(sizes):
+        raise _invalid(spec, f"lies in buffer {spec.buffer} of {len(sizes)}")
+    size = sizes[spec.buffer]
     if spec.offset + spec.nbytes > size:
         raise _invalid(spec, f"ends at byte {spec.offset + spec.nbytes} of a buffer of {size}")
     if spec.offset % dtype.itemsize:

@@ -6,39 +6,31 @@
 - A plan is made again if storage has moved since.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ...transfer import words
-from ...transfer.weight_digest import LANES, Copy
+from ...transfer.weight_digest import LANES, Copy, TensorDigest
 from ..kernels import linear
 from ..layers.parameters import WeightSlot
-from ..runtime.dtypes import DTYPES
+from ..memory import moves
+from ..runtime.dtypes import DTYPES, NAMES
 
 GROUP_BYTES = 8 << 20
 """Bytes that one call writes, a few milliseconds' work; larger tensors are not planned."""
-_KEPT = 1 << 15
-"""Most tensors of all plans that are kept."""
 
 _Find = Callable[[str], tuple[str, Any]]
-
-
-class _Tensor(ctypes.Structure):
-    """``Planned`` of ``transfer/weight_digest.cpp``."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("offset", "rows", "width")),
-        ("target", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row", "packed", "changed")),
-        ("lanes", ctypes.c_uint32 * LANES),
-    ]
+_PLANNED = np.dtype(
+    [(name, "i8") for name in ("offset", "rows", "width", "target", "row", "packed", "changed")]
+    + [("lanes", "u4", (LANES,))]
+)
+"""``Planned`` of ``transfer/weight_digest.cpp``."""
 
 
 class PlannedWrite:
@@ -50,28 +42,31 @@ class PlannedWrite:
         self.nbytes = sum(spec.nbytes for _, _, spec in tensors)
         self.buffer: Tensor | None = None
         """Bytes of the message, from when it has come until it is written."""
+        self._moves = moves.count
         self._copies = [copy for _, copy, _ in tensors]
-        self._tensors = (_Tensor * len(tensors))()
-        for tensor, (_, copy, spec) in zip(self._tensors, tensors, strict=True):
+        """Storage stays as long as its address is known."""
+        self._digested = [(slot.name, slot.owned[0], NAMES[slot.dtype], slot.shape) for slot in self.slots]
+        self._tensors = np.zeros(len(tensors), _PLANNED)
+        self._address = self._tensors.ctypes.data
+        for number, (_, copy, spec) in enumerate(tensors):
             rows = spec.shape[0] if len(spec.shape) == 2 else 1
-            tensor.offset, tensor.rows, tensor.width = spec.offset, rows, spec.nbytes // rows // 2
-            tensor.target, tensor.row, tensor.packed = copy.target.data_ptr(), copy.row, copy.pack is not None
+            place = copy.target.data_ptr(), copy.row, copy.pack is not None
+            self._tensors[number] = spec.offset, rows, spec.nbytes // rows // 2, *place, 0, 0
 
     @property
     def holds(self) -> bool:
         """True if storage is where it was."""
-        pairs = zip(self._tensors, self._copies, strict=True)
-        return all(tensor.target == copy.target.data_ptr() for tensor, copy in pairs)
+        return self._moves == moves.count
 
-    def write(self) -> list[tuple[tuple[int, ...], bool]]:
-        """Write, and return of each tensor the lanes of its digest, and True if a byte has changed."""
+    def write(self) -> tuple[dict[str, dict[range, TensorDigest]], list[str]]:
+        """Write, and return all digests, and the names of the tensors of which a byte has changed."""
         compiled, count, buffer = words.library(), len(self.slots), self.buffer
         assert compiled is not None and buffer is not None, "it is planned with both"
         walkers = linear.walkers()
         share = -(-count // torch.get_num_threads())
 
         def take(first: int) -> None:
-            tensors = ctypes.byref(self._tensors, first * ctypes.sizeof(_Tensor))
+            tensors = self._address + first * _PLANNED.itemsize
             compiled.caesura_words_write(tensors, min(share, count - first), buffer.data_ptr(), *walkers)
 
         starts = range(0, count, share)
@@ -79,37 +74,20 @@ class PlannedWrite:
             list(words.threads().map(take, starts))
         else:
             take(0)
-        return [(tuple(tensor.lanes), bool(tensor.changed)) for tensor in self._tensors]
+        lanes = map(tuple, self._tensors["lanes"].tolist())
+        digests = {
+            name: {held: TensorDigest(dtype, shape, each)}
+            for (name, held, dtype, shape), each in zip(self._digested, lanes, strict=True)
+        }
+        return digests, [self.slots[number].name for number in self._tensors["changed"].nonzero()[0]]
 
 
 Step = PlannedWrite | TensorSpec
 """The next to be written: several tensors by a plan, or one without."""
 
 
-@dataclass(slots=True)
-class WritePlans:
-    """Plans by the specs that they are for."""
-
-    _plans: dict[tuple[str, int, int], tuple[list[TensorSpec], list[Step]]] = field(default_factory=dict)
-    _count: int = 0
-
-    def steps(self, specs: list[TensorSpec], find: _Find, buffer: memoryview) -> Sequence[Step]:
-        """Return the steps of a message of ``specs`` in ``buffer``."""
-        key = specs[0].name, specs[0].start_row, len(specs)
-        known = self._plans.get(key)
-        if known is not None and known[0] == specs:
-            planned = [step for step in known[1] if isinstance(step, PlannedWrite)]
-            if all(step.holds for step in planned):
-                return known[1]
-        elif self._count + len(specs) > _KEPT:
-            self._plans.clear()
-            self._count = 0
-        self._count += len(specs)
-        self._plans[key] = specs, list(_steps(specs, find, buffer))
-        return self._plans[key][1]
-
-
-def _steps(specs: Sequence[TensorSpec], find: _Find, buffer: memoryview) -> Iterator[Step]:
+def steps(specs: Sequence[TensorSpec], find: _Find, buffer: memoryview) -> Iterator[Step]:
+    """Yield the steps of a message of ``specs`` in ``buffer``."""
     group: list[tuple[WeightSlot, Copy, TensorSpec]] = []
     nbytes = 0
     for spec in specs:

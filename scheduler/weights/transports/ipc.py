@@ -14,7 +14,7 @@ from .... import io_struct as wire
 from ....io_struct import CaesuraError, ErrorCode
 from ....transfer.cuda_ipc import CudaMemories
 from ....transfer.shared_memory import is_owned, map_memory
-from ..source import BufferSource, SharedMemory
+from ..source import BufferSource, Fitting, SharedMemory
 
 if TYPE_CHECKING:
     import mmap
@@ -39,11 +39,13 @@ class SharedMemoryMaps:
         for handle in [handle for handle in self._maps if not is_owned(handle)]:
             del self._maps[handle]
 
-    def open(self, request: wire.UpdateWeightsFromIPCReqInput) -> BufferSource:
+    def open(
+        self, request: wire.UpdateWeightsFromIPCReqInput, fitting: Fitting | None = None
+    ) -> BufferSource:
         """Return the tensors of ``request``; raises as :meth:`view`, or if a spec does not fit."""
         handle = request.handle
         memory = SharedMemory(handle, 0, handle.nbytes)
-        return BufferSource("ipc", request.specs, [self.view(handle)], memory, request.delta)
+        return BufferSource("ipc", request.specs, [self.view(handle)], memory, request.delta, fitting)
 
     def view(self, handle: wire.SharedMemoryHandle | wire.CudaIPCHandle) -> memoryview | Tensor:
         """Return the bytes of ``handle``, valid until :meth:`close`; raises ``invalid_request`` if unfit."""
