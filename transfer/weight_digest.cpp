@@ -77,7 +77,7 @@ void take(int64_t block, const uint32_t* sums, uint32_t* lanes) {
 
 }  // namespace
 
-// Types of caesura_pack_rows and caesura_equal_rows in scheduler/kernels/cpu/linear.cpp.
+// Types of caesura_pack_rows and caesura_equal_rows in scheduler/kernels/cpu/linear.cpp. Strides are in bytes, words of four.
 typedef void Pack(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads);
 typedef int Equal(const void* packed, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads);
 
@@ -125,27 +125,61 @@ CAESURA_API void caesura_words_digest_copied(const int16_t* rows, int64_t n, int
     }
 }
 
+// Scales of blocks of `height` outputs, stored for each output: `words` lines of `outputs`, `line` bytes apart.
+struct Spread {
+    char* lines;
+    int64_t line, height, outputs;
+};
+
+// A Pack of scales [n, words]: row r is that of outputs [r * height, (r + 1) * height).
+CAESURA_API void caesura_words_spread(void* spread, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int) {
+    const auto& to = *static_cast<const Spread*>(spread);
+    for (int64_t word = 0; word < words; word++) {
+        auto* line = reinterpret_cast<uint32_t*>(to.lines + word * to.line);
+        for (int64_t r = 0; r < n; r++) {
+            uint32_t scale;
+            __builtin_memcpy(&scale, static_cast<const char*>(rows) + r * stride + word * 4, 4);
+            const int64_t first = (start + r) * to.height, end = first + to.height;
+            for (int64_t i = first; i < end && i < to.outputs; i++) line[i] = scale;
+        }
+    }
+}
+
+// Its Equal: the outputs of a block have the same scale.
+CAESURA_API int caesura_words_spread_equal(const void* spread, const void* rows, int64_t stride, int64_t start, int64_t n,
+                                           int64_t words, int) {
+    const auto& to = *static_cast<const Spread*>(spread);
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t word = 0; word < words; word++)
+            if (__builtin_memcmp(to.lines + word * to.line + (start + r) * to.height * 4,
+                                 static_cast<const char*>(rows) + r * stride + word * 4, 4))
+                return 0;
+    return 1;
+}
+
 // A whole tensor that is copied as it is, and what came of it: scheduler/weights/write_plan.py has the same structure.
 struct Planned {
     int64_t offset, rows, width;  // its bytes in the source; words of a row
     char* target;
-    int64_t row, packed, changed;
+    int64_t row;
+    Pack* pack;  // null, with `equal`: rows are stored as they come
+    Equal* equal;
+    int64_t changed;
     uint32_t lanes[LANES];
 };
 
-// Writes tensors where bytes differ, and digests them all. `equal` is caesura_equal_rows.
-CAESURA_API void caesura_words_write(Planned* tensors, int64_t count, const char* source, Pack* pack, Equal* equal) {
+// Writes tensors where bytes differ, and digests them all.
+CAESURA_API void caesura_words_write(Planned* tensors, int64_t count, const char* source) {
     for (Planned* tensor = tensors; tensor < tensors + count; tensor++) {
         const auto* rows = reinterpret_cast<const int16_t*>(source + tensor->offset);
         const int64_t n = tensor->rows, width = tensor->width, row = tensor->row;
-        char* place = tensor->target + 2 * row * width;  // if it is not packed
-        const bool same = tensor->packed ? equal(tensor->target, rows, 2 * width, row, n, width / 2, 1)
-                                         : __builtin_memcmp(place, rows, 2 * n * width) == 0;
+        const bool same = tensor->equal ? tensor->equal(tensor->target, rows, 2 * width, row, n, width / 2, 1)
+                                        : __builtin_memcmp(tensor->target + 2 * row * width, rows, 2 * n * width) == 0;
         __builtin_memset(tensor->lanes, 0, sizeof tensor->lanes);
         if (same)
             caesura_words_digest(rows, n * width, 0, tensor->lanes);
         else
-            caesura_words_digest_copied(rows, n, width, 0, tensor->lanes, tensor->packed ? pack : nullptr, tensor->target, row);
+            caesura_words_digest_copied(rows, n, width, 0, tensor->lanes, tensor->pack, tensor->target, row);
         tensor->changed = !same;
     }
 }

@@ -39,11 +39,13 @@ class Copy(NamedTuple):
     """Place that rows are copied to while they are digested."""
 
     target: Tensor
-    """Storage; its rows have as many bytes as those that are copied."""
+    """Storage, whose rows have as many bytes as those that are copied; or what ``pack`` takes."""
     row: int
     """First row there."""
     pack: int | None = None
-    """Address of ``caesura_pack_rows`` if the storage is packed (``kernels/linear.py``), or None."""
+    """Address of a function of the type ``Pack`` (``weight_digest.cpp``) that writes rows, or None."""
+    equal: int | None = None
+    """Address of the one that compares them, or None with ``pack``."""
 
 
 @dataclass(slots=True)

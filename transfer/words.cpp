@@ -131,7 +131,7 @@ int64_t difference(const Word* before, const Word* after, int64_t n, double* sum
 }  // namespace
 
 // Rises, with _ABI in words.py, whenever the arguments of a function change.
-CAESURA_API int caesura_words_abi() { return 4; }
+CAESURA_API int caesura_words_abi() { return 5; }
 
 // Writes position (from `first` on), old and new value of each of n elements that differ, ascending; returns their number.
 CAESURA_API int64_t caesura_words_changed(const void* before, const void* after, int64_t n, int width, int64_t first,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 4
+_ABI = 5
 _CHUNK = 1 << 22
 """Elements that a thread compares at a time."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,13 +45,18 @@ def library() -> ctypes.CDLL | None:
     found.caesura_words_digest.restype = None
     found.caesura_words_digest_copied.argtypes = [*one, *[_COUNT] * 3, *[_POINTER] * 3, _COUNT]
     found.caesura_words_digest_copied.restype = None
-    found.caesura_words_write.argtypes = [*one, _COUNT, *[_POINTER] * 3]
+    found.caesura_words_write.argtypes = [*one, _COUNT, *one]
     found.caesura_words_write.restype = None
     found.caesura_words_digest_change.argtypes = [*one, _INT, *two, _COUNT, *one]
     found.caesura_words_digest_change.restype = None
     found.caesura_words_difference.argtypes = [*two, _COUNT, _INT, *one]
     found.caesura_words_difference.restype = _COUNT
     return found
+
+
+def address(name: str) -> int:
+    """Return the address of the compiled function ``name``, for other compiled code."""
+    return ctypes.cast(library()[name], _POINTER).value or 0  # type: ignore[index]
 
 
 def threads() -> ThreadPoolExecutor:

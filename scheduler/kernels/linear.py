@@ -290,14 +290,7 @@ def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
 def packing(weight: Tensor, rows: Tensor, start: int) -> Copy:
     """Return what :func:`pack_rows` would do, for :meth:`TensorDigest.add_copied`."""
     _walk(weight, rows, start)
-    return Copy(weight, start, native.address("caesura_pack_rows"))
-
-
-def walkers() -> tuple[int | None, int | None]:
-    """Return the addresses of what packs rows and of what compares them; None without kernels."""
-    if native.isa() == native.ISAS[0]:
-        return None, None
-    return native.address("caesura_pack_rows"), native.address("caesura_equal_rows")
+    return Copy(weight, start, *map(native.address, ("caesura_pack_rows", "caesura_equal_rows")))
 
 
 def update_rows(weight: Tensor, rows: Tensor, start: int) -> bool:

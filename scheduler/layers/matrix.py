@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...transfer import words
 from ...transfer.weight_digest import Copy
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
@@ -93,6 +94,14 @@ class ScalesSlot(WeightSlot):
         if self._height > 1:
             values = values.repeat_interleave(self._height, dim=1)
         outputs.copy_(values[:, : outputs.shape[1]])  # the last block may be smaller
+
+    def copy_of(self, rows: Tensor, start: int) -> Copy | None:
+        lines = self._lines
+        if not self.takes_as_is(rows) or words.library() is None:
+            return None
+        spread = torch.tensor([lines.data_ptr(), 4 * lines.stride(0), self._height, lines.shape[1]])
+        functions = "caesura_words_spread", "caesura_words_spread_equal"
+        return Copy(spread, start, *map(words.address, functions))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         rows = self._lines[:, :: self._height][:, start:stop].t()
@@ -175,6 +184,15 @@ class Stored:
             codes = None if self._blocks is None else self._blocks.codes
             return PackedSlot(checkpoint_name, self.parameter.name, data, first, (length, inputs), codes)
         return PlainSlot(checkpoint_name, self.parameter.name, data.view(-1, inputs).narrow(0, first, length))
+
+    def slot_of_all(self) -> WeightSlot | None:
+        """Return the slot of all weights as one matrix, or None if there are rows between them."""
+        data, inputs = self.parameter.data, self._shape[1]
+        if not self._is_packed:
+            return PlainSlot("", self.parameter.name, data.view(-1, inputs))
+        if self._height != self._shape[0]:
+            return None
+        return PackedSlot("", self.parameter.name, data, 0, (len(data), inputs))
 
     def slots(self, module: str, start: int, length: int, number: int = 0) -> Iterator[WeightSlot]:
         """Yield the slot of a checkpoint module's weight, and that of its scales if it has some."""

@@ -13,7 +13,7 @@ Invariants:
   their own. Elsewhere both are contiguous, because torch copies a batch of matrices that is not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .matrix import Stored
 from .norm import RMSNorm
 from .parameters import CompositeLayer, Layer, Parameter, Place, Placement, WeightSlot
 from .rotary import rotate
-from .scaled_blocks import ScaledMatrix
+from .scaled_blocks import CHUNK, ScaledMatrix
 from .sharding import ScatteredSlot, Window, as_window, even, require_borders, sharded
 
 LATENT_EPS = 1e-6
@@ -60,6 +60,29 @@ class TurnedSlot(WeightSlot):
         rows = positions // self.shape[1]
         columns = positions - rows * self.shape[1]
         return self._matrix.places(columns * self.shape[0] + rows)
+
+
+class HeadsSlot(ScatteredSlot):
+    """``kv_b_proj``, whose heads are written at once where rows are whole ones."""
+
+    __slots__ = ("_keys", "_nope", "_turned", "_values")
+
+    def __init__(
+        self, name: str, parts: Sequence[WeightSlot], keys: WeightSlot, values: WeightSlot, *, turned: bool
+    ) -> None:
+        """Join ``parts``, the keys and values of each head; ``keys`` and ``values``: those of all heads."""
+        super().__init__(name, parts)
+        self._nope, self._turned, self._keys, self._values = parts[0].shape[0], turned, keys, values
+
+    def targets(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
+        height = self._nope + self._parts[1].shape[0]
+        if start % height or len(rows) % height:
+            yield from super().targets(rows, start)
+            return
+        head, (keys, values) = start // height, rows.unflatten(0, (-1, height)).tensor_split([self._nope], 1)
+        keys = keys.transpose(1, 2) if self._turned else keys
+        yield self._keys, keys.flatten(0, 1), head * keys.shape[1]
+        yield self._values, values.flatten(0, 1), head * values.shape[1]
 
 
 class UpProjection:
@@ -134,7 +157,7 @@ class UpProjection:
 
     def slots(self) -> Iterator[WeightSlot]:
         if self._quantized is None:
-            yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
+            yield sharded(self._slot(), self._rows)
         else:
             slots = self._quantized.slots(self._module, 0, self._rows.length)
             yield from divided(slots, self._rows, self._latent, self._blocks)
@@ -146,21 +169,27 @@ class UpProjection:
     def finalize(self) -> None:
         if self._quantized is None:
             return
-        start = 0
-        for part in self._parts():
-            rows = self._workspace.take("kv_up rows", part.shape, part.dtype, self._weights[0].data.device)
-            part.write(self._quantized.dequantize(rows, start), 0)
-            start += part.shape[0]
+        slot = self._slot()
+        total, latent = slot.shape
+        step = total // self._heads * max(1, CHUNK * self._heads // (total * latent))
+        for start in range(0, total, step):
+            shape = min(step, total - start), latent
+            rows = self._workspace.take("kv_up rows", shape, slot.dtype, self._weights[0].data.device)
+            slot.write(self._quantized.dequantize(rows, start), start)
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
         if self._quantized is not None:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
-    def _parts(self) -> Iterator[WeightSlot]:
+    def _slot(self) -> WeightSlot:
+        name, turned, parts = f"{self._module}.weight", self._products is not None, []
         for head in range(self._heads):
             keys, values = (stored.slot("", number=head) for stored in self._stored)
-            yield keys if self._products is None else TurnedSlot(keys)
-            yield values
+            parts += [TurnedSlot(keys) if turned else keys, values]
+        keys_of_all, values_of_all = (stored.slot_of_all() for stored in self._stored)
+        if keys_of_all is None or values_of_all is None:
+            return ScatteredSlot(name, parts)
+        return HeadsSlot(name, parts, keys_of_all, values_of_all, turned=turned)
 
 
 class LatentAttention(CompositeLayer):

@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
 from ...transfer import words
+from ...transfer.weight_digest import Copy
 from ..kernels.experts import Groups
 from ..kernels.linear import FP8, INT8, int8_product
 from ..kernels.quantize import quantize_rows
@@ -232,6 +233,10 @@ class ScaledSlot(WeightSlot):
 
     def write(self, rows: Tensor, start: int) -> None:
         self.update(rows, start, compare=False)
+
+    def copy_of(self, rows: Tensor, start: int) -> Copy | None:
+        is_checked = self._blocks.codes is not None or self._kept is not None
+        return None if is_checked or rows.dtype != self.dtype else self._stored.copy_of(rows, start)
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """Return True for rows to quantise: a difference shows only when a block is complete."""

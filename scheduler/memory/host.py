@@ -129,15 +129,17 @@ def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
     page = os.sysconf("SC_PAGE_SIZE")
     stride = max(1, -(-total // (_LOOKED_AT * page)))
     found = seen = 0
+    vector = bytearray(-(-max((nbytes for _, nbytes in spans), default=0) // page) or 1)
+    pages = ctypes.byref(ctypes.c_ubyte.from_buffer(vector))
     for address, nbytes in spans:
         step = nbytes if stride == 1 else _STRETCH * stride
         for start in range(0, nbytes, step):
             length = min(step // stride, nbytes - start)
-            pages = (ctypes.c_ubyte * -(-length // page))()
+            count = -(-length // page)
             if _mincore(ctypes.c_void_p(address + start), ctypes.c_size_t(length), pages) != 0:
                 return total
-            found += bytes(pages).count(1)
-            seen += len(pages)
+            found += vector.count(1, 0, count)
+            seen += count
     return min(total, total * found // seen) if seen else 0
 
 

@@ -30,7 +30,16 @@ from .coverage import Coverage, num_rows
 from .digests import WeightDigests
 from .mapper import Stack, WeightsMapper
 from .mismatches import Mismatches
-from .source import BufferSource, BySpecs, NamedSpec, Pieces, WeightPiece, WeightSource
+from .source import (
+    BufferSource,
+    BySpecs,
+    Filled,
+    Fitting,
+    NamedSpec,
+    Pieces,
+    WeightPiece,
+    WeightSource,
+)
 from .write_plan import PlannedWrite, Step, steps
 
 WRITE_S = 0.002
@@ -75,6 +84,7 @@ class WeightLoader:
         self._coverage = Coverage()
         self._changed = False  # of the tensor that lacks rows
         self._plans: BySpecs[list[Step]] = BySpecs()
+        self._fitting: Fitting = BySpecs()
         self._checked: defaultdict[tuple[bool, bool], BySpecs[frozenset[str]]] = defaultdict(BySpecs)
         """Results of :meth:`check` while nothing was due, by its other arguments."""
         self.digests = digests
@@ -156,7 +166,19 @@ class WeightLoader:
         can_plan = self.digests is not None and self.digests.can_copy and not self.is_staging
         if can_plan and isinstance(source, BufferSource) and source.is_one_buffer:
             return self._planned(source, bucket_bytes)
+        filled: Callable[..., Filled] | None = getattr(source, "filled", None)
+        if can_plan and filled is not None:
+            return self._planned_by_bucket(source.name, filled(bucket_bytes, self.skip), bucket_bytes)
         return source.pieces(bucket_bytes, self.skip)
+
+    def _planned_by_bucket(self, name: str, filled: Filled, bucket_bytes: int) -> Generator[Any, None, None]:
+        for places, bucket in filled:
+            if len(places) == 1:
+                yield places[0].piece(bucket)
+                continue
+            specs = [place.spec() for place in places]
+            source = BufferSource(name, specs, [bucket.numpy().data], fitting=self._fitting)
+            yield from self._planned(source, bucket_bytes)
 
     def _planned(self, source: BufferSource, bucket_bytes: int) -> Generator[Any, None, None]:
         if self.changes is not None:  # known when the first piece is asked for

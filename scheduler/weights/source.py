@@ -25,7 +25,7 @@ from ...io_struct import (
     TensorSpec,
 )
 from ...transfer.weight_delta import position_bytes, sparse_nbytes, values_offset
-from ..runtime.dtypes import DTYPES
+from ..runtime.dtypes import DTYPES, NAMES
 
 ELEMENTS = 1 << 18
 """Elements of a delta that are staged at a time, a few milliseconds' work."""
@@ -67,6 +67,33 @@ class WeightPiece:
     """False if more elements of the tensor follow."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rows of a tensor in a bucket, uint8."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start_row: int
+    rows: tuple[int, ...]
+    offset: int
+    """First byte in the bucket."""
+
+    def piece(self, bucket: Tensor) -> WeightPiece:
+        nbytes = prod(self.rows) * self.dtype.itemsize
+        rows = bucket[self.offset : self.offset + nbytes].view(self.dtype).view(self.rows)
+        return WeightPiece(self.name, self.shape, self.dtype, self.start_row, rows)
+
+    def spec(self) -> TensorSpec:
+        shape, nbytes = list(self.shape), prod(self.rows) * self.dtype.itemsize
+        dtype, start_row = NAMES[self.dtype], self.start_row
+        return TensorSpec(
+            name=self.name, dtype=dtype, shape=shape, offset=self.offset, nbytes=nbytes, start_row=start_row
+        )
+
+
+Filled = Iterator[tuple[Sequence[Place], Tensor]]
+"""Buckets, each valid until the next one is asked for, and what they hold: one piece, or whole tensors."""
 Pieces = Generator[WeightPiece | None, None, None]
 """Pieces of a source; None: ask again once woken. It is closed if the update fails in between."""
 

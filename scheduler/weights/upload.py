@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ..memory.device_module import StreamModule, device_module_for, streams_of
 from .loader import WeightLoader
-from .source import Pieces, WeightPiece, WeightSource
+from .source import Pieces, Place, WeightPiece, WeightSource
 
 READERS = 4
 """Threads that read ahead: one reads the page cache at a fifth of the speed of a link to the device."""
@@ -88,21 +87,6 @@ class WriteStream:
 def write_stream_of(device: torch.device, on_stream: OnStream = nullcontext) -> WriteStream | None:
     streams = streams_of(device_module_for(device))
     return None if streams is None else WriteStream(streams, on_stream, device)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start_row: int
-    rows: tuple[int, ...]
-    offset: int
-
-    def piece(self, bucket: Tensor) -> WeightPiece:
-        nbytes = prod(self.rows) * self.dtype.itemsize
-        rows = bucket[self.offset : self.offset + nbytes].view(self.dtype).view(self.rows)
-        return WeightPiece(self.name, self.shape, self.dtype, self.start_row, rows)
 
 
 @dataclass(frozen=True, slots=True)

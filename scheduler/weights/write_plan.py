@@ -17,7 +17,6 @@ from torch import Tensor
 from ...io_struct import TensorSpec
 from ...transfer import words
 from ...transfer.weight_digest import LANES, Copy, TensorDigest
-from ..kernels import linear
 from ..layers.parameters import WeightSlot
 from ..memory import moves
 from ..runtime.dtypes import DTYPES, NAMES
@@ -27,7 +26,7 @@ GROUP_BYTES = 8 << 20
 
 _Find = Callable[[str], tuple[str, Any]]
 _PLANNED = np.dtype(
-    [(name, "i8") for name in ("offset", "rows", "width", "target", "row", "packed", "changed")]
+    [(name, "i8") for name in ("offset", "rows", "width", "target", "row", "pack", "equal", "changed")]
     + [("lanes", "u4", (LANES,))]
 )
 """``Planned`` of ``transfer/weight_digest.cpp``."""
@@ -50,8 +49,8 @@ class PlannedWrite:
         self._address = self._tensors.ctypes.data
         for number, (_, copy, spec) in enumerate(tensors):
             rows = spec.shape[0] if len(spec.shape) == 2 else 1
-            place = copy.target.data_ptr(), copy.row, copy.pack is not None
-            self._tensors[number] = spec.offset, rows, spec.nbytes // rows // 2, *place, 0, 0
+            place = copy.target.data_ptr(), copy.row, copy.pack or 0, copy.equal or 0
+            self._tensors[number] = spec.offset, rows, spec.nbytes // rows // 2, *place, False, 0
 
     @property
     def holds(self) -> bool:
@@ -62,12 +61,11 @@ class PlannedWrite:
         """Write, and return all digests, and the names of the tensors of which a byte has changed."""
         compiled, count, buffer = words.library(), len(self.slots), self.buffer
         assert compiled is not None and buffer is not None, "it is planned with both"
-        walkers = linear.walkers()
         share = -(-count // torch.get_num_threads())
 
         def take(first: int) -> None:
             tensors = self._address + first * _PLANNED.itemsize
-            compiled.caesura_words_write(tensors, min(share, count - first), buffer.data_ptr(), *walkers)
+            compiled.caesura_words_write(tensors, min(share, count - first), buffer.data_ptr())
 
         starts = range(0, count, share)
         if len(starts) > 1:

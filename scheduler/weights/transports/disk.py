@@ -27,8 +27,8 @@ from ...models.config import ModelBackend, ModelConfig, config_difference, load_
 from ...runtime.dtypes import DTYPES
 from ...runtime.files import checkpoint_error, open_regular, read_small, require_folder
 from ..loader import WeightLoader
-from ..source import BufferSource, Pieces
-from ..upload import Fill, Place, WriteStream, pieces_of
+from ..source import BufferSource, Filled, Pieces, Place
+from ..upload import Fill, WriteStream, pieces_of
 
 MAX_HEADER_BYTES = 16 << 20
 """Some 130,000 tensors; the format's own 100 MB would block the loop."""
@@ -103,7 +103,13 @@ class Checkpoint:
         return hashlib.sha256(f"{self.digest}{facts}".encode()).hexdigest()
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool] = lambda name: False) -> Pieces:
-        """Read tensors in file order, large ones in ranges of rows, into one bucket of ``bucket_bytes``.
+        """Read tensors in file order, large ones in ranges of rows; raises as :meth:`filled`."""
+        for places, part in self.filled(bucket_bytes, skip):
+            for place in places:
+                yield place.piece(part)
+
+    def filled(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Filled:
+        """Read into one bucket of ``bucket_bytes``; yield the places of what it holds, and the bucket.
 
         A row that is larger is read into a temporary of its own. Raises CHECKPOINT_ERROR when a file changed
         since its header was read, or ends early.
@@ -112,8 +118,7 @@ class Checkpoint:
         for fill in self.fills(bucket_bytes, skip):
             part = bucket if fill.nbytes <= bucket_bytes else torch.empty(fill.nbytes, dtype=torch.uint8)
             fill.read(part[: fill.nbytes])
-            for place in fill.places:
-                yield place.piece(part)
+            yield fill.places, part
 
     def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
         """Yield the reads that :meth:`pieces` does, of one row at least; its file stays open with a read."""

@@ -1,5 +1,6 @@
 """DeepSeek's weights, routing and memory; logits are in test_models_vs_transformers.py."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from caesura.scheduler.attention.sdpa_mla import LatentBackend
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.execution.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.kernels import native
+from caesura.scheduler.layers.mla import UpProjection
+from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
 from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
@@ -71,6 +74,34 @@ def test_fp8_up_projections_are_derived_at_commit_and_not_before(
     model.finalize_weights()
     changed = {name for name, tensor in derived.items() if not torch.equal(tensor, before[name])}
     assert changed == {"layers.0.attention.w_kc", "layers.0.attention.w_vc"}
+
+
+@pytest.mark.parametrize("steps", [(5, 3), (8, 8)], ids=["parts of heads", "heads"])
+def test_up_projections_are_the_same_however_their_rows_come(
+    folder: Path, other: dict[str, Tensor], steps: tuple[int, int]
+) -> None:
+    whole, divided = (load_model(str(folder), torch.float32) for _ in range(2))
+    slots = [model.weight_slots()[KV_B] for model in (whole, divided)]
+    rows, start = other[KV_B].float(), 0
+    slots[0].write(rows, 0)
+    for step in itertools.cycle(steps):
+        if start >= len(rows):
+            break
+        slots[1].write(rows[start : start + step], start)
+        start += step
+    assert all(torch.equal(slot.read(), rows) for slot in slots)
+    assert not slots[1].differs(rows, 0) and slots[1].differs(rows + 1, 0)
+    assert storage(whole) == storage(divided)
+
+
+def test_heads_are_written_at_once() -> None:
+    place = Placement(torch.float32, CPU)
+    [slot] = UpProjection("layer", "kv_b_proj", 6, (16, 32), 64, place).slots()
+    rows = torch.randn(slot.shape)
+    assert len(list(slot.targets(rows, 0))) == 2
+    assert len(list(slot.targets(rows[:7], 0))) == 1, "a part of a head's keys"
+    slot.write(rows, 0)
+    assert torch.equal(slot.read(), rows)
 
 
 def test_the_router_bias_stays_float32_and_is_required(folder: Path) -> None:

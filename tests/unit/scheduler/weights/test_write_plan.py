@@ -1,7 +1,11 @@
 """Plans write the same bytes as no plan would, and are used only where they fit."""
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,16 +13,17 @@ from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from torch import Tensor
 
 from caesura.client.trainer import SharedTensors
-from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
 from caesura.scheduler.memory.host_copy import exhaust
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.memory.storage import StorageComponent
 from caesura.scheduler.models.causal_lm import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights import source, write_plan
 from caesura.scheduler.weights.digests import WeightDigests
 from caesura.scheduler.weights.loader import WeightLoader
-from caesura.scheduler.weights.source import BufferSource
+from caesura.scheduler.weights.source import BufferSource, BySpecs
 from caesura.scheduler.weights.write_plan import PlannedWrite
 from caesura.transfer import words
 from caesura.transfer.weight_digest import digest_of
@@ -85,6 +90,44 @@ def test_a_plan_writes_what_single_tensors_write(tmp_path: Path, family: str) ->
                 loader.forget_written()
             name = list(tensors)[number]
             shared[name].view(torch.uint8).view(-1)[-1] ^= 1
+
+
+def test_fp8_weights_and_their_scales_are_planned(tmp_path: Path) -> None:
+    model, tensors = make_weights(tmp_path, "fp8")
+    with SharedTensors(tensors) as shared:
+        assert write(WeightLoader(model, WeightDigests()), source_of(shared)) == len(tensors)
+
+
+def test_a_message_with_known_specs_is_not_looked_through_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[str] = Counter()
+    for owner, name in ((source, "_require_fitting"), (WeightLoader, "_walk"), (write_plan, "_copied")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), looks))
+    model, tensors = make_weights(tmp_path, "qwen3-moe")
+    loader, fitting = WeightLoader(model, WeightDigests()), BySpecs()
+    with SharedTensors(tensors) as shared:
+        buffer = memoryview(shared.memory.view(0, shared.memory.nbytes).numpy())
+        messages = [shared.specs[:9], shared.specs[9:]]
+        for turn in range(2):
+            for message in messages:
+                equal = msgspec.convert(msgspec.to_builtins(message), list[TensorSpec])
+                one = BufferSource("ipc", equal, [buffer], fitting=fitting)
+                loader.check(one.specs, complete=False)
+                for piece in loader.pieces(one, 1 << 20):
+                    loader.write(piece)
+            assert looks == dict.fromkeys(looks, len(tensors)), f"turn {turn}"
+        assert len(looks) == 3
+        with pytest.raises(CaesuraError, match="ends at byte"):  # equal specs, in a smaller buffer
+            BufferSource("ipc", messages[1], [buffer[:-64]], fitting=fitting)
+
+
+def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*arguments)
+
+    return call
 
 
 def test_storage_that_has_moved_is_planned_anew(tmp_path: Path) -> None:
