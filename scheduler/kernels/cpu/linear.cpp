@@ -396,21 +396,27 @@ struct Part {
     const float* scales = nullptr;  // of the panel
 };
 
+// What a block of rows asks for with each word of a part: a line of what is read later, or two of them.
+struct Later {
+    const float* lines;
+    bool two, scales;  // scales: also those of the next panel
+};
+
 #include "elementwise.h"
 #include "linear_float.h"
 #include "linear_int8.h"
 
 template <class W, class E, int R>
 static void block_of(int64_t rows, const Linear& a, const Part& part, const float* x, int64_t stride, int64_t output,
-                     const float* later, bool two, float* sums) {
+                     const Later& later, float* sums) {
     if (rows == R) {
         if constexpr (IS_NUMBER<W>) {
-            return number_block<W, E, R>(a, part, x, stride, output, later, two, sums);
+            return number_block<W, E, R>(a, part, x, stride, output, later, sums);
         } else {
-            return block<W, E, R>(a, part, x, stride, output, later, two, sums);
+            return block<W, E, R>(a, part, x, stride, output, later.lines, later.two, sums);
         }
     }
-    if constexpr (R > 1) block_of<W, E, R - 1>(rows, a, part, x, stride, output, later, two, sums);
+    if constexpr (R > 1) block_of<W, E, R - 1>(rows, a, part, x, stride, output, later, sums);
 }
 
 // sums[rows, PANEL] += all rows of x, from `x` on, times a part, in blocks of nearly equal size. Those that read the part first
@@ -424,7 +430,8 @@ static void meet(const Linear& a, const Part& part, const float* x, int64_t stri
             const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
             const float* half = later + ((SIDES ? output : b) > 0 ? part.count * 16 : 0);
             block_of<W, E, BLOCK_ROWS<W, E>>(last - first, a, part, x + first * stride, stride, output,
-                                             SIDES && b > 0 ? part.tile : half, blocks == 1, sums + first * PANEL + output);
+                                             {SIDES && b > 0 ? part.tile : half, blocks == 1, b == 0},
+                                             sums + first * PANEL + output);
         }
     }
 }

@@ -52,11 +52,13 @@ CAESURA_INLINE void add_word(F left, F right, const char* x, int64_t stride, Int
 // The counterpart of block() of linear_float.h, of rows the first of which begins at `narrow`. A part begins with a block.
 template <class W, class E, int R>
 static void number_block(const Linear& a, const Part& part, const float* narrow, int64_t stride, int64_t output,
-                         const float* later, bool two, float* sums) {
+                         const Later& later, float* sums) {
     const int64_t block = part.word / BLOCK_WORDS<W>, scales_row = round_up(a.outputs, PANEL);
     const char* head = (const char*)narrow + block * (int64_t)sizeof(NarrowBlock);
     const char* x = (const char*)narrow + narrow_head(a.words * VALUES<W>) + part.word * VALUES<W>;
     const float *tile = part.tile + offset_of(output / LANES), *scales = part.scales + block * scales_row + output;
+    const float* lines = later.lines;
+    const bool two = later.two;
     stride *= sizeof(float);
     const F table = std::is_same_v<W, int4> ? load_table(a.numbers) : zero();
     F total[R][2];
@@ -75,11 +77,11 @@ static void number_block(const Linear& a, const Part& part, const float* narrow,
             const float* from = tile + word / TILE * 2 * HALF + word % TILE * 16;
             for (int64_t i = 0; i < count; i++, from += 16, x += VALUES<W>) {
                 const F left = load_words(from), right = load_words(from + offset_of(1));
-                fetch_second(later);
-                later += 16;
+                fetch_second(lines);
+                lines += 16;
                 if (LANES == 16 && two) {
-                    fetch_second(later);
-                    later += 16;
+                    fetch_second(lines);
+                    lines += 16;
                 }
                 if constexpr (std::is_same_v<W, int4>) {
                     add_word<R>(from_codes<false>(left, table), from_codes<false>(right, table), x, stride, sum);
@@ -90,6 +92,10 @@ static void number_block(const Linear& a, const Part& part, const float* narrow,
             }
         }
         const F left = load(scales), right = load(scales + LANES);
+        if (later.scales) {  // so far apart that the processor's own prefetchers find no track
+            fetch_second(scales + PANEL);
+            if (LANES == 16) fetch_second(scales + PANEL + LANES);
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const F scale = set1(blocks[r].scale);
