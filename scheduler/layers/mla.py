@@ -14,6 +14,7 @@ Invariants:
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class UpProjection:
 
     def slots(self) -> Iterator[WeightSlot]:
         if self._quantized is None:
-            yield sharded(self._slot(), self._rows)
+            yield sharded(self._slot, self._rows)
         else:
             slots = self._quantized.slots(self._module, 0, self._rows.length)
             yield from divided(slots, self._rows, self._latent, self._blocks)
@@ -169,7 +170,7 @@ class UpProjection:
     def finalize(self) -> None:
         if self._quantized is None:
             return
-        slot = self._slot()
+        slot = self._slot
         total, latent = slot.shape
         step = total // self._heads * max(1, CHUNK * self._heads // (total * latent))
         for start in range(0, total, step):
@@ -181,6 +182,7 @@ class UpProjection:
         if self._quantized is not None:
             yield from ((weight.name, weight.data) for weight in self._weights)
 
+    @cached_property
     def _slot(self) -> WeightSlot:
         name, turned, parts = f"{self._module}.weight", self._products is not None, []
         for head in range(self._heads):

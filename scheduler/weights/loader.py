@@ -102,8 +102,9 @@ class WeightLoader:
         ``mismatched`` (``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or
         ``{name, reason}``).
         """
-        depends_on_specs_alone = self._coverage.is_fresh and not self.is_staging and isinstance(specs, list)
-        if depends_on_specs_alone and (known := self._checked[complete, last].get(specs)) is not None:
+        depends_on_specs_alone = self._coverage.is_fresh and not self.is_staging
+        listed = specs if depends_on_specs_alone and isinstance(specs, list) else []
+        if (known := self._checked[complete, last].get(listed)) is not None:
             return set(known[1])
         found, disorder = Mismatches(self._slots), Mismatches(self._slots)
         coverage = self._coverage.copy_for_check()
@@ -141,8 +142,7 @@ class WeightLoader:
         if last and not disorder.any:
             disorder.missing = sorted(coverage.due)
         disorder.raise_if_any()
-        if depends_on_specs_alone:
-            self._checked[complete, last].put(specs, frozenset(seen))
+        self._checked[complete, last].put(listed, frozenset(seen))
         return seen
 
     def _walk(

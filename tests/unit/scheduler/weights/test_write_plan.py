@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from caesura.scheduler.weights import source, write_plan
 from caesura.scheduler.weights.digests import WeightDigests
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.source import BufferSource, BySpecs
+from caesura.scheduler.weights.transports.disk import open_checkpoint
 from caesura.scheduler.weights.write_plan import PlannedWrite
 from caesura.transfer import words
 from caesura.transfer.weight_digest import digest_of
@@ -96,6 +97,29 @@ def test_fp8_weights_and_their_scales_are_planned(tmp_path: Path) -> None:
     model, tensors = make_weights(tmp_path, "fp8")
     with SharedTensors(tensors) as shared:
         assert write(WeightLoader(model, WeightDigests()), source_of(shared)) == len(tensors)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "least"), [(1 << 12, 10), (1 << 20, 40)])
+def test_a_checkpoint_on_disk_is_planned_bucket_by_bucket(
+    tmp_path: Path, bucket_bytes: int, least: int
+) -> None:
+    model, tensors = make_weights(tmp_path, "deepseek-v3")
+    for name in list(tensors)[1::2]:
+        tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint, other = open_checkpoint(tmp_path), new_model(tmp_path)
+    planning, plain = WeightLoader(model, WeightDigests()), WeightLoader(other)
+    planned = 0
+    for loader in (planning, plain):
+        loader.check(checkpoint.specs, complete=True)
+        for piece in loader.pieces(checkpoint, bucket_bytes):
+            planned += len(piece.slots) if isinstance(piece, PlannedWrite) else 0
+            loader.write(piece)
+    assert planned > least
+    assert same(model, other)
+    assert planning.counts == plain.counts and planning.counts.skipped_tensors == 0
+    assert planning.changed == plain.changed and planning.is_whole
+    assert planning.digests.total() == digest_of(tensors)
 
 
 def test_a_message_with_known_specs_is_not_looked_through_again(
