@@ -132,7 +132,8 @@ struct Spread {
 };
 
 // A Pack of scales [n, words]: row r is that of outputs [r * height, (r + 1) * height).
-CAESURA_API void caesura_words_spread(void* spread, const void* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int) {
+CAESURA_API void caesura_words_spread(void* spread, const void* rows, int64_t stride, int64_t start, int64_t n,
+                                      int64_t words, int) {
     const auto& to = *static_cast<const Spread*>(spread);
     for (int64_t word = 0; word < words; word++) {
         auto* line = reinterpret_cast<uint32_t*>(to.lines + word * to.line);

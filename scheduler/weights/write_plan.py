@@ -1,8 +1,8 @@
 """Plans of writes: where the tensors of a message go, made once and kept for messages with equal specs.
 
 - A plan holds what follows from specs and model alone; what a write records is recorded anew each time.
-- Only whole tensors are planned, copied as they are within the host, and without partners in the model. The
-  loader writes all others one by one.
+- Only whole tensors are planned, stored as they come (scales: once for each output) within the host, and
+  without partners in the model. The loader writes all others one by one.
 - A plan is made again if storage has moved since.
 """
 
