@@ -25,8 +25,9 @@ struct Block {
     static int64_t begin_of(const Attention& a, const Task& t) { return a.form.first(t.position) / BLOCK * BLOCK; }
 };
 
-// Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page. Zen 4 has few lines under way to its
-// first-level cache; others gain nothing by the second level, and tiles lose by it (docs/contributing/experiments.md).
+// Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page. Zen 4 has few lines under
+// way to its first-level cache; AVX2 on Zen 3 gained nothing by the second level, and tiles lost by it
+// (docs/contributing/experiments.md).
 template <bool SECOND = PAIRS>
 CAESURA_INLINE void prefetch(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) SECOND ? fetch_second((const char*)p + i) : fetch_first((const char*)p + i);
