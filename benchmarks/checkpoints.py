@@ -6,13 +6,15 @@ Invariants:
   differs.
 - ``config.json`` is written last, so a folder that has one is complete.
 
-Two shapes:
+Three shapes:
 
 - ``tiny``: Qwen3, 6 layers, hidden 256, intermediate 768, 4 heads and 2 kv heads of 64, vocabulary 4,096,
   tied. The proportions of Qwen3-0.6B (intermediate = 3 x hidden, groups of 2) at a size where an engine's own
   overhead, not arithmetic, decides. Head size is 64: smaller ones meet no compiled attention kernel anywhere.
 - ``0.6b``: Qwen3-0.6B as published: 28 layers, hidden 1,024, intermediate 3,072, 16 heads and 8 kv heads of
   128, vocabulary 151,936, tied.
+- ``0.1b``: 8 layers of ``0.6b`` and the vocabulary of ``tiny``: 130 million parameters, which caches do not
+  hold and a benchmark can train.
 
 ``image`` is a Stable Diffusion 3 pipeline instead, as ``harness/image_pipelines.py`` writes it; needs
 diffusers.
@@ -29,7 +31,7 @@ import json
 import os
 import string
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -178,6 +180,13 @@ SHAPES: dict[str, Shape] = {
         eos_token_id=151645,
     ),
 }
+SHAPES["0.1b"] = replace(
+    SHAPES["0.6b"],
+    num_hidden_layers=8,
+    vocab_size=SHAPES["tiny"].vocab_size,
+    bos_token_id=SHAPES["tiny"].bos_token_id,
+    eos_token_id=SHAPES["tiny"].eos_token_id,
+)
 
 
 def write_checkpoint(
