@@ -5,11 +5,12 @@ Invariants:
   noise of its own position, and recorded only if every draft before it was what was sampled.
 - Texts belong to prompts, not to weights: they outlive updates, pauses and retractions.
 - Drafts are added while the expected tokens per second rise, by the measured times of steps. A step that
-  tries whether they would is one of many, and small.
+  tries whether they would is one of many, and small. Searches that save less than they take get 2 % of the
+  time.
 - Rows of drafts in vain are at most 64, one of a hundred rows, and 16 for each accepted token.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from math import log2
 from time import monotonic
@@ -24,28 +25,33 @@ if TYPE_CHECKING:
 
 LONGEST_DRAFT = 15
 """Drafted tokens of a row: less than a page, so that a window keeps what the next token sees."""
-_SHORTEST_MATCH = 2
 _CANDIDATES, _SIBLINGS, _SEARCHES, _PROBED = 8, 8, 16, 4
 """Places, running samples of a prompt, and rows of a step, or of one that probes, that are looked at."""
 _TEXT_TOKENS, _CORPUS_TOKENS = 1 << 16, 1 << 22
 """Tokens that are kept of a prompt's outputs, and of all prompts."""
 PROMPT_TOKENS = 64
 """Tokens that a prompt counts beside those of its outputs, for what it takes."""
-_GAIN = 1.05
+_GAIN = 1.15
 """Least ratio of the expected rates with and without drafts."""
-_FASTER, _SLOWER = 0.15, 0.07
+_FASTER, _SLOWER = 0.3, 0.03
 """Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
 _BELIEVED = 3
 """Steps of a size after which its time counts: at first that of the fastest."""
-_PRIOR = 1 - 0.7 ** np.arange(LONGEST_MATCH + 1)
-"""Probability, by length of a match, that the token behind it is sampled, before any is tried."""
-_PRIOR_TRIES, _FADING = 4.0, 0.99
+_AGREED = 4
+"""Kinds of agreement of the places where a match stands: none, of one, of two, of more."""
+_PRIOR = np.repeat(1 - 0.7 ** np.arange(LONGEST_MATCH + 1), _AGREED)
+"""Probability, by length of a match and agreement, that the token behind is sampled, before any is tried."""
+_PRIOR_TRIES, _FADING = 4.0, 0.998
 _LOOK_STEPS, _MOST_PROBE = 8, 512
 """Steps of a size between two that look for drafts which seem not to pay; most after one that tried some."""
 _BOUND_STEPS = 16
 _AT_FIRST, _OF_ROW, _OF_ACCEPTED, _MOST_ALLOWED = 64.0, 0.01, 16.0, 256.0
 """Rows that may be drafted in vain: at the start, more for each row and each accepted token, and most."""
-_MOST_REST = 64
+_SEARCHING, _MOST_SAVED = 0.02, 16.0
+"""Share of the time that searches for nothing may take, and most that may be saved up, in steps."""
+_MOST_DRAFTING = 32
+"""Steps of which one has no drafts where they pay: its time is what theirs are compared with."""
+_MOST_REST = 8
 """Tokens that a request without luck goes on for before it is looked at again."""
 
 
@@ -117,8 +123,8 @@ class Draft:
     tokens: list[int]
     chances: np.ndarray
     """Estimated probability of each token to be sampled, with all before it."""
-    match: int
-    """Number of known tokens that also stand before the draft where it was found."""
+    evidence: np.ndarray
+    """Kind of evidence for each token, for which :attr:`Speculation._chances` has a probability."""
 
 
 @dataclass(slots=True)
@@ -127,8 +133,8 @@ class DraftRows:
 
     depth: np.ndarray
     """int64 [rows]: drafted tokens of the request up to the row's own, which is its input; 0 without."""
-    match: np.ndarray
-    """int64 [rows]: length of the match before the row's own; 0 without."""
+    evidence: np.ndarray
+    """int64 [rows]: :attr:`Draft.evidence` of the row's own token; 0 without."""
     inputs: np.ndarray
     """int64 [rows]"""
     kept: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
@@ -153,10 +159,16 @@ class Speculation:
         self._keys = np.zeros(table.slots, np.int64)
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
-        self._searched_s = 0.0
-        """Seconds of the last search for drafts."""
+        self._searched_s = self._search_s = 0.0
+        """Seconds of the last search for drafts, and expected ones."""
+        self._saved_s = 0.0
+        """Seconds that drafts have saved, and a share of all, less those of searches."""
+        self._until_plain = _MOST_DRAFTING
+        """Steps until one without drafts, where they pay."""
         self._allowed = _AT_FIRST
         """Rows that may be drafted in vain now."""
+        self._deepest = LONGEST_DRAFT
+        """Most drafted tokens of a request in the last step with drafts."""
         self._bound = 0, 0, False
         self._probes: dict[int, tuple[int, int]] = {}
         """Steps until the next probe and between it and the one after, by size of a step."""
@@ -167,20 +179,28 @@ class Speculation:
 
     def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
         """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
+        self._searched_s = 0.0
+        room = int(min(room, self._allowed))
+        if room <= 0 or self._saved_s < 0:
+            return []
+        pays = self._may_pay(len(slots), room)
+        if pays:
+            self._until_plain = (self._until_plain or _MOST_DRAFTING) - 1
+        if not (self._until_plain if pays else self._may_probe(len(slots))):
+            return []
         began = monotonic()
-        drafts = self._chosen(slots, room)
+        drafts = self._chosen(slots, room, pays)
         self._searched_s = monotonic() - began
+        weight = _FASTER if self._searched_s < self._search_s else _SLOWER
+        self._search_s += weight * (self._searched_s - self._search_s)
         return drafts
 
-    def _chosen(self, slots: np.ndarray, room: int) -> list[Draft]:
-        room = int(min(room, self._allowed))
-        pays = room > 0 and self._may_pay(len(slots), room)
+    def _chosen(self, slots: np.ndarray, room: int, pays: bool) -> list[Draft]:
         if not pays:
-            if not room or not self._may_probe(len(slots)):
-                return []
             room = min(room, max(3, len(slots) // 4 + 1))  # enough for another size
         candidates = self._candidates(slots)[: _SEARCHES if pays else _PROBED]
-        drafts = [draft for row, slot in candidates if (draft := self._draft(row, slot))]
+        texts: dict[int, np.ndarray] = {}
+        drafts = [draft for row, slot in candidates if (draft := self._draft(row, slot, texts))]
         if not drafts:
             return []
         if not pays:
@@ -195,24 +215,27 @@ class Speculation:
         ends = np.cumsum([len(draft.tokens) for draft in drafts])
         for draft, taken in zip(drafts, np.split(chosen, ends[:-1]), strict=True):
             del draft.tokens[int(taken.sum()) :]
-            if not draft.tokens:
-                self._missed(slots[draft.row])
+        self._deepest = max(len(draft.tokens) for draft in drafts)
         return [draft for draft in drafts if draft.tokens]
 
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
-        # The device waits for the drafts.
-        self.times.observe(len(slots), seconds + (0.0 if rows is None else self._searched_s))
+        self.times.observe(len(slots), seconds)
+        saved_s = self._saved_s + _SEARCHING * seconds - self._searched_s  # the device waits for the search
+        self._saved_s = min(max(saved_s, -seconds), _MOST_SAVED * seconds)
         self._allowed = min(self._allowed + _OF_ROW * len(slots), _MOST_ALLOWED)
         if rows is None or not len(rows.kept):
             return
         drafted = np.flatnonzero(rows.depth)
         accepted = int(rows.kept[drafted].sum())
+        plain = len(slots) - len(drafted)
+        plain_s, drafted_s = self.times.of(np.asarray([plain, len(slots)]))
+        self._saved_s += plain_s * (1 + accepted / plain) - drafted_s
         self._allowed = min(self._allowed + (1 + _OF_ACCEPTED) * accepted - len(drafted), _MOST_ALLOWED)
         tried, hit = rows.kept[drafted - 1], rows.kept[drafted]
-        lengths, count = rows.match[drafted], len(_PRIOR)
-        self._tried = _FADING * self._tried + np.bincount(lengths, tried, count)
-        self._hit = _FADING * self._hit + np.bincount(lengths, hit, count)
+        kinds, count = rows.evidence[drafted], len(_PRIOR)
+        self._tried = _FADING * self._tried + np.bincount(kinds, tried, count)
+        self._hit = _FADING * self._hit + np.bincount(kinds, hit, count)
         for slot in slots[drafted[(rows.depth[drafted] == 1) & ~hit]].tolist():
             self._missed(slot)
         lucky = slots[drafted[hit]]
@@ -224,10 +247,11 @@ class Speculation:
         found: np.ndarray = (self._hit + _PRIOR_TRIES * _PRIOR) / (self._tried + _PRIOR_TRIES)
         return found
 
-    def _best_count(self, rows: int, chances: np.ndarray) -> int:
-        """Return how many tokens of falling ``chances`` are worth drafting beside ``rows``."""
+    def _best_count(self, rows: int, chances: np.ndarray, search_s: float = 0.0) -> int:
+        """Return how many tokens of falling ``chances`` are worth drafting, and a search, beside ``rows``."""
         counts = np.arange(len(chances) + 1)
-        rates = (rows + np.concatenate([np.zeros(1), np.cumsum(chances)])) / self.times.of(rows + counts)
+        seconds = self.times.of(rows + counts) + search_s * (counts > 0)
+        rates = (rows + np.concatenate([np.zeros(1), np.cumsum(chances)])) / seconds
         best = int(rates.argmax())
         return best if rates[best] > _GAIN * rates[0] else 0
 
@@ -236,12 +260,12 @@ class Speculation:
         of_rows, left, pays = self._bound
         if of_rows != rows or not left:
             chances = self._chances.max() ** (1 + np.arange(min(room, LONGEST_DRAFT * rows)) // rows)
-            left, pays = _BOUND_STEPS, self._best_count(rows, chances) > 0
+            left, pays = _BOUND_STEPS, self._best_count(rows, chances, self._search_s) > 0
         self._bound = rows, left - 1, pays
         return pays
 
     def _may_probe(self, rows: int) -> bool:
-        left, between = self._probes.get(_size(rows), (0, 1))
+        left, between = self._probes.get(_size(rows), (_BELIEVED, 1))
         self._probes[_size(rows)] = left - 1 if left else _LOOK_STEPS, between
         return not left
 
@@ -257,50 +281,52 @@ class Speculation:
         may = (self._rests_until[slots] <= known) & (known + 1 < table.limit[slots])
         may &= ~(columns.penalised[slots] | columns.constrained[slots] | table.wants_hidden[slots])
         rows = np.flatnonzero(may)
-        rows = rows[np.argsort(table.prompt_len[slots[rows]] - known[rows], kind="stable")]
+        rows = rows[np.argsort(known[rows] - table.limit[slots[rows]], kind="stable")]
         return [(row, int(slots[row])) for row in rows.tolist()]
 
-    def _draft(self, row: int, slot: int) -> Draft | None:
-        table = self._table
+    def _draft(self, row: int, slot: int, texts: dict[int, np.ndarray]) -> Draft | None:
+        """Draft for ``slot``; ``texts`` has those of the prompts that the step has met."""
+        table, key = self._table, int(self._keys[slot])
         known = int(table.length[slot])
-        most = min(LONGEST_DRAFT, int(table.limit[slot]) - known - 1)
+        most = min(LONGEST_DRAFT, 2 * self._deepest + 2, int(table.limit[slot]) - known - 1)
         own = table.tokens[slot, :known]
-        siblings = np.flatnonzero((self._keys == self._keys[slot]) & table.live)
-        parts = [self.texts.of(int(self._keys[slot]))]
-        for other in siblings[siblings != slot][:_SIBLINGS].tolist():
-            if self._of[other] is table.by_slot[other]:
-                parts += [table.tokens[other, table.prompt_len[other] : table.length[other]], END]
-        text = np.concatenate([*parts, own])
+        if key not in texts:
+            parts = [self.texts.of(key)]
+            for other in np.flatnonzero((self._keys == key) & table.live)[: _SIBLINGS + 1].tolist():
+                if self._of[other] is table.by_slot[other]:
+                    parts += [table.tokens[other, table.prompt_len[other] : table.length[other]], END]
+            texts[key] = np.concatenate(parts)
+        text = np.concatenate([texts[key], own, END])
         ends, match = _matches(text, own)
         if self.corpora.sizes:
             corpus, ends_there, longer = self.corpora.longest(own)
             if longer > match:
                 text, ends, match = corpus, ends_there, longer
-        tokens, shares = _vote([text[end : end + most].tolist() for end in ends[-_CANDIDATES:].tolist()])
-        if match < _SHORTEST_MATCH or not tokens:
+        tokens, votes, places = _vote(text, ends[-_CANDIDATES:], most)
+        if not tokens:
             self._missed(slot)
             return None
-        lengths = np.minimum(match + np.arange(len(tokens)), LONGEST_MATCH)
-        return Draft(row, tokens, np.cumprod(self._chances[lengths] * shares), match)
+        evidence = _evidence(match, votes, places)
+        return Draft(row, tokens, np.cumprod(self._chances[evidence] * votes / places), evidence)
 
     def _missed(self, slot: int) -> None:
-        self._rests_until[slot] = self._table.length[slot] + min(1 << int(self._misses[slot]), _MOST_REST)
+        rest = min((1 << int(self._misses[slot])) - 1, _MOST_REST)  # none after the first
+        self._rests_until[slot] = self._table.length[slot] + rest
         self._misses[slot] = min(self._misses[slot] + 1, _MOST_REST)
 
 
 def draft_rows(table: "RequestTable", slots: np.ndarray, drafts: list[Draft]) -> tuple[np.ndarray, DraftRows]:
     """Write ``drafts`` behind the known tokens of ``slots``; return each row's slot, and the rows."""
-    counts, matches = np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64)
+    counts, evidence = np.ones(len(slots), np.int64), [np.zeros(1, np.int64)] * len(slots)
     for draft in drafts:
         slot, count = slots[draft.row], len(draft.tokens)
         known = table.length[slot]
         table.tokens[slot, known : known + count] = draft.tokens
-        counts[draft.row], matches[draft.row] = 1 + count, draft.match
+        counts[draft.row], evidence[draft.row] = 1 + count, np.append(0, draft.evidence[:count])
     rows = np.repeat(slots, counts)
     depth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    match = np.where(depth > 0, np.minimum(np.repeat(matches, counts) + depth - 1, LONGEST_MATCH), 0)
     inputs = table.tokens[rows, table.length[rows] - 1 + depth].astype(np.int64)
-    return rows, DraftRows(depth, match, inputs)
+    return rows, DraftRows(depth, np.concatenate(evidence), inputs)
 
 
 def _key(request: "Request") -> int:
@@ -310,21 +336,32 @@ def _key(request: "Request") -> int:
 
 def _matches(text: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, int]:
     """Return where ``text`` goes on behind the longest end of ``known`` that stands in it, and its length."""
-    ends, length = lengthened(text, np.flatnonzero(text[:-1] == known[-1]) + 1, 1, known)
+    ends = np.flatnonzero((text[:-1] == known[-1]) & (text[1:] >= 0)) + 1
+    ends, length = lengthened(text, ends, 1, known)
     return ends, length if len(ends) else 0
 
 
-def _vote(places: list[list[int]]) -> tuple[list[int], list[float]]:
-    """Return the tokens with which most ``places`` go on, and the share of those left that each has."""
+def _vote(text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Return the tokens with which most places of ``text`` go on, the votes of each, and of how many."""
+    followed = text[np.minimum(ends[:, None] + np.arange(most), len(text) - 1)]  # it ends with -1
     tokens: list[int] = []
-    shares: list[float] = []
-    while places:
-        at = len(tokens)
-        heads = Counter(place[at] for place in places if at < len(place) and place[at] >= 0)
-        if not heads:
+    votes: list[int] = []
+    places: list[int] = []
+    for column in range(most):
+        heads = followed[:, column].tolist()
+        token = max(heads, key=heads.count) if heads else -1
+        if token < 0:
             break
-        token, votes = heads.most_common(1)[0]
+        count = heads.count(token)
         tokens.append(token)
-        shares.append(votes / len(places))
-        places = [place for place in places if at < len(place) and place[at] == token]
-    return tokens, shares
+        votes.append(count)
+        places.append(len(heads))
+        if count < len(heads):
+            followed = followed[followed[:, column] == token]
+    return tokens, np.asarray(votes, np.int64), np.asarray(places, np.int64)
+
+
+def _evidence(match: int, votes: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the kind of each token of a draft: its match, and how many places agree on it."""
+    lengths = np.minimum(match + np.arange(len(votes)), LONGEST_MATCH)
+    return lengths * _AGREED + np.where(votes < places, 0, np.minimum(votes, _AGREED - 1))

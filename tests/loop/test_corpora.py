@@ -17,6 +17,7 @@ from caesura.io_struct import (
     RemoveCorpusReqInput,
     SamplingParams,
 )
+from caesura.scheduler.scheduling import speculation
 from caesura.scheduler.scheduling.corpora import END, Corpora
 from caesura.scheduler.scheduling.speculation import Speculation
 
@@ -25,7 +26,9 @@ from caesura.scheduler.scheduling.speculation import Speculation
 def driver(tiny_model: Path) -> Iterator[EngineDriver]:
     """Return an engine that drafts all that it finds, of corpora alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))
+        patch.setattr(Speculation, "_best_count", lambda self, rows, chances, search_s=0.0: len(chances))
+        for name in ("_SEARCHING", "_MOST_SAVED", "_MOST_DRAFTING"):
+            patch.setattr(speculation, name, float("inf"))
         patch.setattr(Speculation, "ended", lambda self, request: None)
         with EngineDriver(str(tiny_model), scripted=False, speculation="suffix") as driver:
             yield driver
@@ -53,10 +56,10 @@ def test_a_corpus_is_drafted_from_until_removed(driver, tiny_model, other_model)
     driver.pause("retract")
     driver.update(tiny_model)
     driver.go_on()
-    assert completed(driver).accepted_tokens == within.accepted_tokens
+    assert completed(driver).accepted_tokens > before.accepted_tokens + 20
     assert corpora_of(driver) == {"answers": len(text) + 3}
     assert ok(driver.call(RemoveCorpusReqInput(name="answers"))).num_tokens == len(text) + 3
-    assert completed(driver).accepted_tokens == before.accepted_tokens
+    assert completed(driver).accepted_tokens < within.accepted_tokens - 20
     assert corpora_of(driver) == {}
 
 

@@ -12,7 +12,7 @@ from caesura.scheduler.execution.forward import ForwardBatch
 from caesura.scheduler.execution.sampler import SamplerOutput
 from caesura.scheduler.scheduling import speculation
 from caesura.scheduler.scheduling.request import RequestTable
-from caesura.scheduler.scheduling.speculation import DraftRows, Speculation, StepTimes
+from caesura.scheduler.scheduling.speculation import Speculation, StepTimes
 
 
 def test_drafts_pay_where_larger_steps_take_little_longer() -> None:
@@ -62,15 +62,44 @@ def test_drafts_that_all_fail_add_few_rows(tiny_model: Path) -> None:
     assert rows[0] + 60 < rows[1] < 1.02 * rows[0]
 
 
-def test_looking_for_drafts_counts_as_time_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "monotonic", itertools.count().__next__)
-    found, slots = Speculation(RequestTable(4, 16, 16, 97)), np.zeros(2, np.int64)
-    rows = DraftRows(depth=np.arange(2), match=np.arange(2), inputs=np.zeros(2, np.int64))
-    for _ in range(3):
-        found.propose(slots[:1], 0)
-        found.observe(slots[:1], None, 0.5)
-        found.observe(slots, rows, 0.5)
-    assert found.times.of(np.asarray([1, 2])).tolist() == [0.5, 1.5]
+def repeating(monkeypatch: pytest.MonkeyPatch, search_s: float) -> tuple[Speculation, np.ndarray]:
+    """Return drafts of a request whose text repeats itself, and its slot; a search takes ``search_s``."""
+    monkeypatch.setattr(speculation, "monotonic", itertools.count(0.0, search_s).__next__)
+    table, slots = RequestTable(1, 512, 16, 97), np.zeros(1, np.int64)
+    table.tokens[0] = np.arange(len(table.tokens[0])) % 8
+    table.length[0], table.limit[0] = 64, 512
+    found = Speculation(table)
+    for rows in (1, 16):
+        for _ in range(3):
+            found.observe(np.zeros(rows, np.int64), None, 1.0)
+    return found, slots
+
+
+def test_the_time_of_searches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger steps cost nothing; a search that takes as long as ten steps is not worth it."""
+    counts = []
+    for search_s in (0.01, 40.0):
+        found, slots = repeating(monkeypatch, search_s)
+        drafts = []
+        for _ in range(30):
+            drafts.append(found.propose(slots, 15))
+            found.observe(slots, None, 1.0)
+        counts.append(sum(map(bool, drafts)))
+    assert counts[0] > 20
+    assert counts[1] == 1
+
+
+def test_steps_without_drafts_are_timed_where_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, slots = repeating(monkeypatch, 0.0)
+    plain = 0
+    for _ in range(96):
+        if found.propose(slots, 15):
+            found.times.observe(16, 1.0)
+        else:
+            plain += 1
+            found.times.observe(1, 0.01)
+    assert 3 <= plain < 20
+    assert found.times.of(np.asarray([1]))[0] < 1.0
 
 
 def test_a_step_that_was_disturbed_is_not_believed() -> None:

@@ -30,8 +30,8 @@ needs_kernels = pytest.mark.skipif(
 def always() -> Iterator[None]:
     """Draft all that is found, whatever a step takes, and however much of it is in vain."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation, "_best_count", lambda self, rows, chances: len(chances))
-        for name in ("_AT_FIRST", "_MOST_ALLOWED"):
+        patch.setattr(Speculation, "_best_count", lambda self, rows, chances, search_s=0.0: len(chances))
+        for name in ("_AT_FIRST", "_MOST_ALLOWED", "_SEARCHING", "_MOST_SAVED"):
             patch.setattr(speculation, name, float("inf"))
         yield
 
