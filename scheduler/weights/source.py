@@ -32,7 +32,9 @@ ELEMENTS = 1 << 18
 SPAN = 1 << 20
 """Elements of the whole tensor from the first of these to the last, all of which may be quantised again."""
 _KEPT = 1 << 15
-"""Most specs of all lists for which something is kept."""
+"""Most specs of all lists for which something is kept; one with a long name counts as several."""
+_NAME = 256
+"""Characters of a name that count as one spec."""
 _ROWS = 128
 """Rows of a matrix whose elements are staged together: those that a quantised weight's blocks have."""
 
@@ -170,7 +172,10 @@ _Value = TypeVar("_Value")
 
 
 class BySpecs(Generic[_Value]):
-    """Values kept for lists of specs, until others with the same first tensor and length come."""
+    """Values kept for lists of specs, until others with the same first tensor and length come.
+
+    They are forgotten all at once when there would be too many; a list that is too long is not kept.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int], tuple[list[Any], _Value]] = {}
@@ -182,17 +187,23 @@ class BySpecs(Generic[_Value]):
         return found if found is not None and found[0] == specs else None
 
     def put(self, specs: list[Any], value: _Value) -> None:
-        if not specs:
+        cost = _cost(specs)
+        if not 0 < cost <= _KEPT:
             return
-        if self._count + len(specs) > _KEPT:
+        replaced, _ = self._found.pop(_key(specs), ((), None))
+        self._count += cost - _cost(replaced)
+        if self._count > _KEPT:
             self._found.clear()
-            self._count = 0
-        self._count += len(specs)
+            self._count = cost
         self._found[_key(specs)] = specs, value
 
 
 Fitting = BySpecs[tuple[list[int], int]]
 """Sizes of buffers that specs were found to fit, and the bytes of all tensors."""
+
+
+def _cost(specs: Sequence[Any]) -> int:
+    return sum(1 + len(spec.name) // _NAME for spec in specs)
 
 
 def _key(specs: Sequence[Any]) -> tuple[str, int, int]:

@@ -146,6 +146,32 @@ def test_a_message_with_known_specs_is_not_looked_through_again(
             BufferSource("ipc", messages[1], [buffer[:-64]], fitting=fitting)
 
 
+@pytest.mark.parametrize("lists", [[200], [40] * 9, [1] * 200], ids=["one", "equally many", "single"])
+def test_no_more_is_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch, lists: list[int]) -> None:
+    monkeypatch.setattr(source, "_KEPT", 100)
+    kept: BySpecs[int] = BySpecs()
+    for number, count in enumerate(lists):
+        kept.put([_spec(f"{number}.{each}") for each in range(count)], number)
+    assert sum(len(specs) for specs, _ in kept._found.values()) <= 100
+    long = [_spec("x" * source._NAME * 100)]
+    kept.put(long, 0)
+    assert kept.get(long) is None, "a name is memory, too"
+
+
+def test_lists_that_are_put_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_KEPT", 100)
+    kept: BySpecs[int] = BySpecs()
+    first = [_spec(f"first.{each}") for each in range(40)]
+    kept.put(first, 1)
+    for value in range(9):
+        kept.put([_spec("second", offset=value)] * 50, value)
+    assert kept.get(first) == (first, 1)
+
+
+def _spec(name: str, offset: int = 0) -> TensorSpec:
+    return TensorSpec(name=name, dtype="BF16", shape=[1], offset=offset, nbytes=2)
+
+
 def counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         calls[function.__name__] += 1
