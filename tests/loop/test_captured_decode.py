@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import fake_elementwise, fake_flashinfer
 from support.checkpoints import make_checkpoint
+from support.drafting import draft_all
 from support.faults import Fault
 from support.lora import ALL_LINEAR, make_adapter
 from support.recorded_graphs import record_graphs, without_compiled_kernels
@@ -275,9 +276,9 @@ def test_a_kernel_that_stores_reads_each_steps_slots(paths, expected, device, mo
         assert device.replays > 15
 
 
-def test_captured_steps_take_drafted_tokens(paths, expected, device):
+def test_captured_steps_take_drafted_tokens(paths, expected, device, monkeypatch):
+    draft_all(monkeypatch)
     with driver_of(paths[0], speculation="suffix") as driver:
-        driver.engine.batcher.speculation._best_count = lambda rows, chances: len(chances)
         for _ in range(2):
             assert_same(driver.finish(submit(driver)), expected[0])
         assert driver.status().totals.accepted_tokens > 20

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drafting import draft_all
 from support.scripted import EngineDriver, assert_error, ok, prompt_of, tokens_of
 
 from caesura.io_struct import (
@@ -26,9 +27,8 @@ from caesura.scheduler.scheduling.speculation import Speculation
 def driver(tiny_model: Path) -> Iterator[EngineDriver]:
     """Return an engine that drafts all that it finds, of corpora alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation, "_best_count", lambda self, rows, chances, search_s=0.0: len(chances))
-        for name in ("_SEARCHING", "_MOST_SAVED", "_MOST_DRAFTING"):
-            patch.setattr(speculation, name, float("inf"))
+        draft_all(patch)
+        patch.setattr(speculation, "_MOST_DRAFTING", float("inf"))
         patch.setattr(Speculation, "ended", lambda self, request: None)
         with EngineDriver(str(tiny_model), scripted=False, speculation="suffix") as driver:
             yield driver

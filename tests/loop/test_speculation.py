@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from loop.test_stateful import EngineMachine
+from support.drafting import draft_all
 from support.properties import examples
 from support.scripted import EngineDriver, ok, prompt_of, tokens_of
 
@@ -19,7 +20,7 @@ from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput,
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling import speculation
-from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Speculation, Texts
+from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
@@ -28,11 +29,8 @@ needs_kernels = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def always() -> Iterator[None]:
-    """Draft all that is found, whatever a step takes, and however much of it is in vain."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speculation, "_best_count", lambda self, rows, chances, search_s=0.0: len(chances))
-        for name in ("_AT_FIRST", "_MOST_ALLOWED", "_SEARCHING", "_MOST_SAVED"):
-            patch.setattr(speculation, name, float("inf"))
+        draft_all(patch)
         yield
 
 

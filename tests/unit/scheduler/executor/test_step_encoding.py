@@ -13,6 +13,7 @@ import pytest
 import torch
 import zmq
 from support.checkpoints import make_checkpoint
+from support.drafting import draft_all
 from support.lora import make_adapter
 from support.plain_trainer import free_port
 from support.scripted import EngineDriver, compile_grammars_at_once, prompt_of
@@ -93,6 +94,7 @@ OF_THE_DEVICE.add("SamplingBatch.want_last_kept")
 def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
     """Steps of real engines, which between them fill every field, and memory that can be written."""
     compile_grammars_at_once(monkeypatch)
+    draft_all(monkeypatch)
     seen: set[str] = set()
     for family in ("gemma3", "qwen3.5"):
         make_checkpoint(tmp_path / family, family)
@@ -102,7 +104,6 @@ def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
             options |= {"enable_lora": True, "speculation": "suffix"}
         with EngineDriver(str(tmp_path / family), scripted=False, **options) as driver:
             if family == "gemma3":
-                driver.engine.batcher.speculation._best_count = lambda rows, chances: len(chances)
                 path = make_adapter(tmp_path / family, tmp_path / "adapter", ["q_proj"])
                 driver.call(LoadAdapterReqInput(name="adapter", path=str(path)))
                 driver.generate(prompt_of(9), 4, adapter="adapter")
