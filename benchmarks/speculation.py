@@ -1,11 +1,13 @@
 """Speculation from suffixes: tokens per second with and without it, where it pays and where it cannot.
 
 Two engines of one checkpoint, one with ``speculation="suffix"``, take turns. *lone*: a greedy request that
-was generated before, so that every draft is accepted. *last eight*: eight samples of a prompt, whose group
-has eight others that have ended. *epoch*: eight groups of eight. With ``--trained`` the policy first learns
-to write sentences that come again, each followed by one of four. Without, at temperature 1, nothing comes
-again, which shows what speculation costs where it never helps. Weights of ``tiny`` fit into caches, so its
-steps are bound by arithmetic; those of ``0.1b`` do not, like those of policies that are worth training.
+was generated before, so that every draft is accepted. *last eight*: the second epoch of eight groups of
+eight, with lengths as an exponential distribution has them, from when the 56 shortest have ended. *eight*:
+eight samples of one length, whose group has eight others that have ended. *epoch*: eight groups of eight.
+With ``--trained`` the policy first learns to write sentences that come again, each followed by one of four.
+Without, at temperature 1, nothing comes again, which shows what speculation costs where it never helps.
+Weights of ``tiny`` fit into caches, so its steps are bound by arithmetic; those of ``0.1b`` do not, like
+those of policies that are worth training.
 
     python benchmarks/speculation.py --shape 0.1b --trained --repeats 9 --json speculation.json
 """
@@ -17,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import log
 from pathlib import Path
 from time import perf_counter
 
@@ -29,7 +32,7 @@ from rich.console import Console
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
 GROUP, GROUPS, PROMPT_TOKENS = 8, 8, 16
-SENTENCES, ROWS, LENGTH = 32, 8, 48
+SENTENCES, ROWS, LENGTH = 32, 3, 144
 LEARNING_RATES, WARM_UP = {"tiny": 2e-3, "0.1b": 6e-4}, 10
 LEARNT = 0.2
 """Loss at which training ends; one of four sentences every 12 tokens costs 0.11 a token."""
@@ -76,15 +79,29 @@ def train(path: Path, rate: float, most_steps: int) -> tuple[int, float]:
     return step, loss.item()
 
 
-def run(client: SchedulerClient, prompts: Sequence[list[int]], params: SamplingParams, seed: int) -> float:
-    """Return tokens per second of a sample of each prompt, each with a seed of its own."""
-    started = perf_counter()
+def run(
+    client: SchedulerClient,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    seed: int,
+    lengths: Sequence[int] | None = None,
+    last: int | None = None,
+) -> float:
+    """Return tokens per second of a sample of each prompt, each with a seed of its own.
+
+    ``lengths``: of each, ascending, by default ``params``'s. ``last``: measure from when no more are left.
+    """
+    lengths = lengths or [params.max_new_tokens or 0] * len(prompts)
+    started, before = perf_counter(), client.status().generated_tokens
     handles = [
-        client.submit(prompt, structs.replace(params, seed=seed + number))
-        for number, prompt in enumerate(prompts)
+        client.submit(prompt, structs.replace(params, seed=seed + number, max_new_tokens=length))
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    tokens = sum(len(handle.result().output_ids) for handle in handles)
-    return tokens / (perf_counter() - started)
+    for number, handle in enumerate(handles, 1):
+        handle.result()
+        if number == len(handles) - (last or len(handles)):
+            started, before = perf_counter(), client.status().generated_tokens
+    return (client.status().generated_tokens - before) / (perf_counter() - started)
 
 
 def lone(client: SchedulerClient, params: SamplingParams, number: int) -> float:
@@ -92,6 +109,18 @@ def lone(client: SchedulerClient, params: SamplingParams, number: int) -> float:
 
 
 def last_eight(client: SchedulerClient, params: SamplingParams, number: int) -> float:
+    groups = [text(PROMPT_TOKENS, -3000 - GROUPS * number - group) for group in range(GROUPS)]
+    count, longest = GROUPS * GROUP, params.max_new_tokens or 0
+    lengths = [max(1, round(longest * log(1 - (n + 0.5) / count) / log(0.5 / count))) for n in range(count)]
+    rate = 0.0
+    for epoch in (1, 2):  # in each, any group has any of the lengths
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(2 * number + epoch)).tolist()
+        prompts = [groups[index % GROUPS] for index in order]
+        rate = run(client, prompts, params, 1000 * (1 + number) + 300 + 100 * epoch, lengths, last=8)
+    return rate
+
+
+def eight(client: SchedulerClient, params: SamplingParams, number: int) -> float:
     group = [text(PROMPT_TOKENS, -3 - number)] * GROUP
     run(client, group, params, 1000 * (1 + number) + 100)
     return run(client, group, params, 1000 * (1 + number) + 200)
@@ -112,7 +141,7 @@ def main() -> None:
     made.add_argument(
         "--temperature", type=float, default=1.0, help="0: the ceiling, all drafts are accepted"
     )
-    made.add_argument("--scenes", nargs="+", default=["lone", "last_eight", "epoch"])
+    made.add_argument("--scenes", nargs="+", default=["lone", "last_eight", "eight", "epoch"])
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--checkpoint", type=Path, help="folder of an earlier run; made if it is not there")
@@ -139,7 +168,7 @@ def measure(
         way: stack.enter_context(launch_scheduler(base, speculation=way, **shared))
         for way in ("none", "suffix")
     }
-    scenes = {"lone": lone, "last_eight": last_eight, "epoch": epoch}
+    scenes = {"lone": lone, "last_eight": last_eight, "eight": eight, "epoch": epoch}
     params = SamplingParams(
         max_new_tokens=options.new_tokens, temperature=options.temperature, ignore_eos=True
     )

@@ -254,7 +254,10 @@ class ForwardBatch:
     slots: Tensor = field(metadata=column("row", torch.int64))
     """int64 [R]: request slot of each row."""
     known: Tensor | None = None
-    """int64 [num_decode], on the host: inputs of decode rows that are no slot's last token, or None."""
+    """int64 [num_decode], on the host: inputs of decode rows, in the memory of ``input_ids``.
+
+    None: they are the slots' last tokens.
+    """
     sample_tokens: Tensor = field(metadata=column("sample", torch.int64))
     """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
     sample_slots: Tensor = field(metadata=column("sample", torch.int64))

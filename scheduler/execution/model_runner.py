@@ -144,7 +144,8 @@ class ModelRunner:
         if torch.autograd.profiler._is_profiler_enabled:  # a trace is of torch's operations
             return None
         self._plan(batch)
-        last.input_ids[:] = self._host_tokens[last.slots]
+        if batch.known is None:
+            last.input_ids[:] = self._host_tokens[last.slots]
         sampled = self.model.sample(batch, self.backend, self.sampler)
         if sampled is None:
             return None
@@ -279,7 +280,7 @@ class ModelRunner:
             self._record_experts(batch)
             self._keep_tokens(batch, sampled)
             decodes = batch.num_decode == batch.num_rows == batch.sample_slots.shape[0]
-            if decodes and batch.known is None:
+            if decodes:
                 self._last = _OneCall(batch, sampled)
         return sampled
 

@@ -52,6 +52,7 @@ class StepArrays:
     page_table: np.ndarray
     uniforms: np.ndarray
     rows: np.ndarray
+    known: np.ndarray | None
 
     @classmethod
     def of(cls, forward: ForwardBatch) -> "StepArrays":
@@ -62,6 +63,7 @@ class StepArrays:
             page_table=forward.page_table.numpy(),
             uniforms=forward.sampling.uniforms.numpy(),
             rows=np.arange(forward.num_rows),
+            known=None if forward.known is None else forward.known.numpy(),
         )
 
 
@@ -661,7 +663,7 @@ class Batcher:
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),
             slots=torch.from_numpy(slots),
-            known=None if self.speculation is None else torch.from_numpy(input_ids[:num_decode].copy()),
+            known=None if self.speculation is None else torch.from_numpy(input_ids[:num_decode]),
             sample_tokens=torch.from_numpy((token_starts - starts)[samples] + sample_positions - 1),
             sample_slots=torch.from_numpy(sample_slots),
             sampling=sampling_batch(table, sample_slots, sample_positions),
@@ -685,7 +687,7 @@ class Batcher:
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         forward, sampling = batch.forward, batch.forward.sampling
         more = forward.window_slots, forward.states, forward.adapters, sampling.special, sampling.given
-        if self.speculation is not None or any(each is not None for each in more):
+        if batch.drafts is not None or any(each is not None for each in more):
             return False
         return forward.num_decode == len(batch.slots) and not self.table.wants_hidden[batch.slots].any()
 
@@ -705,6 +707,8 @@ class Batcher:
         arrays.page_table[:] = page_table
         arrays.kv_slots[:] = (page_table[arrays.rows, pages] - pages) * np.int64(PAGE_SIZE) + starts
         arrays.positions[:], arrays.kv_lens[:], arrays.uniforms[:] = starts, ends, uniforms
+        if arrays.known is not None:
+            arrays.known[:] = table.tokens[slots, starts]
         forward.kv_lens_host = host
         batch = replace(before, forward=forward, ends=ends, sample_positions=ends)
         self._repeatable = RepeatableStep(batch, arrays)

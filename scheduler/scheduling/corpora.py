@@ -72,21 +72,22 @@ class Corpora:
             low, high = np.searchsorted(pairs, [pair << _POSITION_BITS, (pair + 1) << _POSITION_BITS])
             if low < high:
                 places = pairs[max(low, high - _MOST_PLACES) : high] & ((1 << _POSITION_BITS) - 1)
-                ends, length = lengthened(tokens, places + 2, 2, known)
+                ends, length = lengthened(tokens, places + 2, known)
                 if length > found[2]:
                     found = tokens, ends, length
         return found
 
 
-def lengthened(text: np.ndarray, ends: np.ndarray, length: int, known: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return those of ``ends``, behind the last ``length`` tokens of ``known``, behind most of them."""
-    while length < min(LONGEST_MATCH, len(known)):
-        longer = ends[ends > length]
-        longer = longer[text[longer - length - 1] == known[-length - 1]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    return ends, length
+def lengthened(text: np.ndarray, ends: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return those of ``ends`` behind the longest end of ``known``, and its length.
+
+    ``text`` ends with -1.
+    """
+    back = np.arange(1, min(LONGEST_MATCH, len(known)) + 1)
+    same = text[np.maximum(ends[:, None] - back, -1)] == known[-back]
+    lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+    longest = int(lengths.max())
+    return ends[lengths == longest], longest
 
 
 def _refused(reason: str, field: str, value: object) -> CaesuraError:

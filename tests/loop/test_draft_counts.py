@@ -1,6 +1,5 @@
 """How many tokens are drafted: as many as pay by the times of steps, and few where none is ever sampled."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +50,7 @@ def test_drafts_that_all_fail_add_few_rows(tiny_model: Path) -> None:
             assert driver.runner is not None
             driver.runner.sample = sample
             if way == "suffix":
-                times = driver.engine.batcher.speculation.times
-                times.observe = lambda rows, _, observe=times.observe: observe(rows, 1.0)
+                driver.engine.batcher.speculation._seconds = lambda rows, drafted: np.ones(drafted.shape)
             for text in range(32):
                 driver.generate([3 + (text >> place & 1) for place in range(8)], 200)
             driver.run_until_idle()
@@ -62,38 +60,52 @@ def test_drafts_that_all_fail_add_few_rows(tiny_model: Path) -> None:
     assert rows[0] + 60 < rows[1] < 1.02 * rows[0]
 
 
-def repeating(monkeypatch: pytest.MonkeyPatch, search_s: float) -> tuple[Speculation, np.ndarray]:
-    """Return drafts of a request whose text repeats itself, and its slot; a search takes ``search_s``."""
-    monkeypatch.setattr(speculation, "monotonic", itertools.count(0.0, search_s).__next__)
-    table, slots = RequestTable(1, 512, 16, 97), np.zeros(1, np.int64)
-    table.tokens[0] = np.arange(len(table.tokens[0])) % 8
-    table.length[0], table.limit[0] = 64, 512
-    found = Speculation(table)
-    for rows in (1, 16):
-        for _ in range(3):
-            found.observe(np.zeros(rows, np.int64), None, 1.0)
-    return found, slots
+class Repeating:
+    """Drafts of a request whose text repeats itself; a search and a step take given seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, search_s: float) -> None:
+        self.now, self.search_s = 0.0, search_s
+        monkeypatch.setattr(speculation, "monotonic", lambda: self.now)
+        table, self.slots = RequestTable(1, 512, 16, 97), np.zeros(1, np.int64)
+        table.tokens[0] = np.arange(len(table.tokens[0])) % 8
+        table.length[0], table.limit[0] = 64, 512
+        self.drafts = Speculation(table)
+        self._chosen = self.drafts._chosen
+        self.drafts._chosen = self._search
+        for rows in (1, 16):
+            for _ in range(3):
+                self.step(rows)
+
+    def _search(self, slots: np.ndarray, room: int, pays: bool) -> list[speculation.Draft]:
+        self.now += self.search_s
+        return self._chosen(slots, room, pays)
+
+    def propose(self) -> list[speculation.Draft]:
+        return self.drafts.propose(self.slots, 15)
+
+    def step(self, rows: int = 1) -> None:
+        self.now += 1.0
+        self.drafts.observe(np.zeros(rows, np.int64), None, 1.0)
 
 
 def test_the_time_of_searches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger steps cost nothing; a search that takes as long as ten steps is not worth it."""
     counts = []
     for search_s in (0.01, 40.0):
-        found, slots = repeating(monkeypatch, search_s)
-        drafts = []
+        repeating, drafts = Repeating(monkeypatch, search_s), []
         for _ in range(30):
-            drafts.append(found.propose(slots, 15))
-            found.observe(slots, None, 1.0)
+            drafts.append(repeating.propose())
+            repeating.step()
         counts.append(sum(map(bool, drafts)))
     assert counts[0] > 20
     assert counts[1] == 1
 
 
 def test_steps_without_drafts_are_timed_where_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, slots = repeating(monkeypatch, 0.0)
-    plain = 0
+    repeating, plain = Repeating(monkeypatch, 0.0), 0
+    found = repeating.drafts
     for _ in range(96):
-        if found.propose(slots, 15):
+        if repeating.propose():
             found.times.observe(16, 1.0)
         else:
             plain += 1
@@ -107,3 +119,21 @@ def test_a_step_that_was_disturbed_is_not_believed() -> None:
     for seconds in (9.0, 1.0, 9.0, 9.0):
         times.observe(4, seconds)
     assert times.of(np.asarray([4]))[0] < 2.0
+
+
+def test_what_drafts_cost_beside_their_rows_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of more rows take no longer, but to prepare one with drafts takes as long as thirty steps."""
+    repeating = Repeating(monkeypatch, 0.0)
+    found, counts = repeating.drafts, []
+    for _ in range(400):
+        drafts = repeating.propose()
+        counts.append(len(drafts))
+        if drafts:
+            repeating.now += 30.0
+            slots, rows = speculation.draft_rows(found._table, repeating.slots, drafts)
+            rows.verify(rows.inputs[np.minimum(np.arange(1, len(slots) + 1), len(slots) - 1)])
+            repeating.now += 1.0
+            found.observe(slots, rows, 1.0)
+        else:
+            repeating.step()
+    assert 0 < sum(counts) < 20

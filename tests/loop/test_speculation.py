@@ -20,7 +20,7 @@ from caesura.io_struct import CaesuraError, GenerateReqInput, GenerateReqOutput,
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.runtime.engine_config import EngineConfig
 from caesura.scheduler.scheduling import speculation
-from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Texts
+from caesura.scheduler.scheduling.speculation import PROMPT_TOKENS, Continuation, Followed, Texts
 
 needs_kernels = pytest.mark.skipif(
     best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
@@ -167,9 +167,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
     texts = Texts(most=24 + 2 * PROMPT_TOKENS)
     for key in (1, 2):
-        texts.add(key, np.arange(8, dtype=np.int32))
+        texts.add(key, "", np.arange(8, dtype=np.int32))
     texts.of(1)
-    texts.add(3, np.arange(8, dtype=np.int32))
+    texts.add(3, "", np.arange(8, dtype=np.int32))
     assert texts.of(1).tolist() == [-1, *range(8), -1]
     assert texts.of(2).tolist() == [-1]
     assert texts.num_tokens == 20 + 2 * PROMPT_TOKENS
@@ -177,8 +177,30 @@ def test_texts_of_prompts_not_used_lately_are_forgotten() -> None:
 
 def test_texts_hold_no_more_than_they_count() -> None:
     texts = Texts()
-    texts.add(1, np.arange(speculation._TEXT_TOKENS + 1000, dtype=np.int32))
+    texts.add(1, "", np.arange(speculation._TEXT_TOKENS + 1000, dtype=np.int32))
     assert (len(texts.of(1)), texts.of(1).base) == (speculation._TEXT_TOKENS, None)
+
+
+def test_recent_texts_are_of_one_salt_and_bounded() -> None:
+    texts = Texts(most_recent=12)
+    for key, salt in enumerate(("a", "b", "a")):
+        texts.add(key, salt, np.arange(4 * key, 4 * key + 4, dtype=np.int32))
+    assert texts.recent("a").tolist() == [-1, *range(8, 12), -1], "the first was forgotten"
+    assert texts.recent("b").tolist() == [-1, *range(4, 8), -1]
+    assert texts.recent("c").tolist() == [-1]
+    texts.add(3, "c", np.arange(100, dtype=np.int32))
+    assert texts.recent("c").tolist() == [-1, *range(88, 100), -1]
+    assert texts.recent("a").tolist() == [-1]
+
+
+def test_a_continuation_lasts_as_far_as_it_foretold() -> None:
+    tokens = [Followed(token, 2, 2) for token in range(4, 10)]
+    found = Continuation(3, 2, False, tokens)
+    behind = found.behind(np.array([1, 2, 3, 4, 5, 6]))
+    assert behind == Continuation(6, 5, False, tokens[3:])
+    assert found.behind(np.array([1, 2, 3, 4, 9])) is None
+    assert found.behind(np.array([1, 2, 3, 4, 5, 6, 7])) is None, "less than half is left"
+    assert found.behind(np.array([1, 2])) is None
 
 
 def test_no_sequence_of_commands_breaks_drafts(tiny_model: Path, other_model: Path) -> None:
