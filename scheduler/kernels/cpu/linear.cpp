@@ -228,31 +228,37 @@ void unpack_row(const float* packed, int64_t row, int64_t words, char* out) {
         std::memcpy(out + word * 4, packed + word / TILE * 2 * HALF + word % TILE * 16, 4);
 }
 
+// Bytes ahead at which rows are asked for: caesura_words_digest_copied (transfer/weight_digest.cpp) packs so many at a time, and
+// digests the next ones then.
+constexpr int64_t LATER = 128 << 10;
+
 // Outputs [start, start + n) against `rows`; stops soon after the first difference.
 template <Walk W>
 bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads) {
     const int64_t end = start + n, row_words = round_up(words, TILE);
     bool same = true;
-#pragma omp parallel for schedule(static) num_threads(threads) if (n * words > PARALLEL)
-    for (int64_t group = start / 16; group < (end + 15) / 16; group++) {
-        bool go_on;
+#pragma omp parallel num_threads(threads) if (n * words > PARALLEL)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t group = start / 16; group < (end + 15) / 16; group++) {
+            bool go_on;
 #pragma omp atomic read
-        go_on = same;
-        if (!go_on) continue;
-        const int64_t first = group * 16 > start ? group * 16 : start, last = smaller(end, group * 16 + 16);
-        float* tile = packed + group / 2 * PANEL * row_words + group % 2 * HALF + first % 16;
-        char* row = rows + (first - start) * stride;
-        // The rows that this thread packs next, if there are as many.
-        const char* later = end - last >= 16 ? row + (last - first) * stride : row;
-        bool equal = true;
-        CAESURA_DISPATCH(walk_halves<W>(tile, row, later, stride, last - first, words, equal));
+            go_on = same;
+            if (!go_on) continue;
+            const int64_t first = group * 16 > start ? group * 16 : start, last = smaller(end, group * 16 + 16);
+            float* tile = packed + group / 2 * PANEL * row_words + group % 2 * HALF + first % 16;
+            char* row = rows + (first - start) * stride;
+            const char* later = row + LATER;
+            bool equal = true;
+            CAESURA_DISPATCH(walk_halves<W>(tile, row, later, stride, last - first, words, equal));
+            if (!equal) {
+#pragma omp atomic write
+                same = false;
+            }
+        }
 #if defined(__x86_64__)
         if constexpr (W == PACK) _mm_sfence();  // orders the streamed lines before what other threads see next
 #endif
-        if (!equal) {
-#pragma omp atomic write
-            same = false;
-        }
     }
     return same;
 }
@@ -516,15 +522,15 @@ static bool part_of_half(float* packed, char* rows, int64_t stride, int64_t outp
 }
 
 // All words of at most 16 outputs that lie in one half of each tile, from `packed` on; stops after a difference. `later` are
-// the rows after these, asked for in the order in which they lie: sixteen rows read side by side are too many tracks for
-// the processor's own prefetchers.
+// rows after these, asked for in the order in which they lie: sixteen rows read side by side are too many tracks for the
+// processor's own prefetchers.
 template <Walk W>
 static void walk_halves(float* packed, char* rows, const char* later, int64_t stride, int64_t outputs, int64_t words,
                         bool& same) {
     for (int64_t word = 0; word < words && same; word += TILE, packed += 2 * HALF, rows += TILE * 4) {
         const int64_t count = smaller(TILE, words - word);
         if constexpr (W != UNPACK)
-            for (int64_t i = 0; i < 16; i++) fetch_first(later + word * 64 + i * 64);
+            for (int64_t i = 0; i < 16; i++) fetch_second(later + word * 64 + i * 64);
         if constexpr (W != PACK)
             for (int64_t i = 0; i < 16; i++) fetch_first(packed + AHEAD + i * 16);
         same = outputs == 16 && count == TILE ? whole_half<W>(packed, rows, stride)
