@@ -236,15 +236,14 @@ class OutputProcessor(Outputs[Request]):
         changed = table.stamp[slots] != current
         if not np.count_nonzero(changed):
             return
-        for row in np.flatnonzero(changed):
-            slot = slots[row]
+        rows = slots[changed]
+        columns = rows, table.stale_kv[rows], at[changed] - table.prompt_len[rows]
+        for slot, stale, first in zip(*(column.tolist() for column in columns), strict=True):
             request = table.by_slot[slot]
             assert request is not None
-            stale, stamp = bool(table.stale_kv[slot]), self._stamp
-            if request.adapter is not None:
-                stamp = request.adapter.stamped(stamp)
+            stamp = self._stamp if request.adapter is None else request.adapter.stamped(self._stamp)
             if not request.spans or request.spans[-1][:2] != (stamp, stale):
-                request.spans.append((stamp, stale, int(at[row] - table.prompt_len[slot])))
+                request.spans.append((stamp, stale, first))
         table.stamp[slots] = current
 
     def _end_finished(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> None:
