@@ -4,12 +4,12 @@ A real engine process has as many live requests as the shape says, all the time,
 (``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests
 decode, and for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both
 ways to continue, with and without the empty-cache step, take turns, so that a machine that slows down slows
-all of them.
+all of them. With ``none`` among the transports, cycles without an update show what an update adds.
 
 Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half
-before the cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first
-token after a plain continue. After ``abort`` and ``retract`` the first step computes prompts: there one step
-is what the engine lets such a step take.
+before the cycles, once the first requests have ended, and half after them; the targets are one such step and
+2 ms for a pause, and for the first token after a plain continue. After ``abort`` and ``retract`` the first
+step computes prompts: there one step is what the engine lets such a step take.
 
     python benchmarks/pause_cycles.py --shape tiny --cycles 200 --json out.json
 """
@@ -28,9 +28,11 @@ from typing import Any, get_args
 import torch
 from harness.cycles import (
     ALLOWANCE_MS,
+    NO_UPDATE,
     QUANTILES,
     TARGET_STEP_S,
     VARIANTS,
+    Change,
     Cycle,
     Cycles,
     distribution,
@@ -40,7 +42,7 @@ from harness.cycles import (
 )
 from harness.load import Load
 from harness.script import begin, parser, table, two_checkpoints, write_json
-from harness.transports import TRANSPORTS, Trainer, Transport
+from harness.transports import TRANSPORTS, Trainer
 from harness.workload import WORKLOADS, Workload
 from rich.console import Console
 from rich.progress import track
@@ -79,8 +81,8 @@ def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--shape", choices=SHAPES, default="tiny")
-    for name, allowed in (("--transports", TRANSPORTS), ("--modes", MODES)):
-        names = partial(chosen_from, allowed)
+    for name, allowed, further in (("--transports", TRANSPORTS, [NO_UPDATE]), ("--modes", MODES, [])):
+        names = partial(chosen_from, [*allowed, *further])
         made.add_argument(name, type=names, default=list(allowed), help=f"default: {','.join(allowed)}")
     made.add_argument("--cycles", type=int, default=200, help="of each transport, mode and way (%(default)s)")
     made.add_argument("--steps", type=int, default=1000, help="without pauses, in each mode (%(default)s)")
@@ -101,7 +103,7 @@ def run_mode(
 ) -> dict[str, Any]:
     """Run all cycles in one mode; return the seconds of the steps, and the cycles by transport."""
     steps: list[float] = []
-    found: dict[Transport, list[Cycle]] = {transport: [] for transport in options.transports}
+    found: dict[Change, list[Cycle]] = {transport: [] for transport in options.transports}
     with ExitStack() as stack:
         client = stack.enter_context(
             launch_scheduler(
@@ -119,7 +121,7 @@ def run_mode(
         trainer = stack.enter_context(Trainer(client, folders, options.transports, BUCKET_BYTES))
         load = stack.enter_context(Load(client.endpoint, workload, seed=0))
         cycles = Cycles(client, trainer, load, mode, seed=0)
-        load.steady(1)
+        load.steady(workload.load_new_tokens)  # until then contexts grow, and steps with them
         steps += load.step_seconds(options.steps // 2)
         step_s = statistics.median(steps)
         for transport in found:  # buffers and mappings that the first update makes are not what is measured

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 from caesura.client import ControlClient
 from caesura.io_struct import PauseMode
@@ -26,6 +26,9 @@ STEPS_BETWEEN = 4
 VARIANTS = {"plain": False, "empty-cache": True}
 """Ways to continue: True with the empty-cache step."""
 COMMON = ("pause", "barrier", "update")
+Change = Transport | Literal["none"]
+NO_UPDATE: Final = "none"
+"""Stands in place of a transport: the pause and the continue alone."""
 BY_VARIANT = ("resume", "first_token", "gap")
 """Parts of a cycle."""
 ALLOWANCE_MS = 2.0
@@ -70,19 +73,20 @@ class Cycles:
         self._random = random.Random(seed)
         self._which = 0
 
-    def run(self, transport: Transport, variant: str, step_s: float) -> Cycle:
+    def run(self, transport: Change, variant: str, step_s: float) -> Cycle:
         """Run one cycle; ``step_s`` is about the length of a step."""
         self._load.steady(STEPS_BETWEEN)
         # A timer, not a busy loop: with as many engine threads as cores that would take one of them away from
         # a step.
         time.sleep(self._random.random() * step_s)
-        self._which = 1 - self._which
         pausing = time.perf_counter()
         paused = self._client.pause(self._mode)
         updating = time.perf_counter()
-        reply = self._trainer.push(transport, self._which, flush_cache=self._mode != "in_place")
+        if transport != NO_UPDATE:
+            self._which = 1 - self._which
+            reply = self._trainer.push(transport, self._which, flush_cache=self._mode != "in_place")
+            assert reply.committed and reply.changed_tensors, f"{transport}: the update changed nothing"
         updated = time.perf_counter()
-        assert reply.committed and reply.changed_tensors, f"{transport}: the update changed nothing"
         continuing = time.perf_counter()
         self._client.continue_generation(torch_empty_cache=VARIANTS[variant])
         continued = time.perf_counter()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pause_cycles
 import pytest
-from harness.cycles import TARGET_STEP_S, verdicts
+from harness.cycles import NO_UPDATE, TARGET_STEP_S, verdicts
 from harness.load import Around, Feeder, Steady, Steps
 from harness.transports import TRANSPORTS
 from harness.workload import WORKLOADS
@@ -126,14 +126,15 @@ def test_a_target_is_one_step_and_two_milliseconds(mode, first_limit):
 def test_every_transport_and_mode_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(WORKLOADS, "tiny", SMALL)
     cycles, steps = 2, 9
+    transports = (NO_UPDATE, *TRANSPORTS)
     argv = ["--cycles", str(cycles), "--steps", str(steps), "--json", str(tmp_path / "out.json")]
-    assert pause_cycles.main(argv) == 0
+    assert pause_cycles.main([*argv, "--transports", ",".join(transports)]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["modes"].keys() == set(pause_cycles.MODES)
     for mode, report in result["modes"].items():
         assert report["step_ms"]["count"] == steps
         assert 0 < report["step_ms"]["p50"] <= report["step_ms"]["p99"] <= report["step_ms"]["max"]
-        assert tuple(report["transports"]) == TRANSPORTS
+        assert tuple(report["transports"]) == transports
         for transport, found in report["transports"].items():
             assert found["ms"]["pause"]["count"] == 2 * cycles
             assert found["ms"]["gap, plain"]["count"] == found["ms"]["gap, empty-cache"]["count"] == cycles
