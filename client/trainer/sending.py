@@ -32,8 +32,6 @@ MIN_PART_BYTES = 8 << 20
 _SPARSE_TRANSPORTS = ("disk", "distributed", "ipc", "tensor")
 UNDER_WAY = 2
 """Number of messages of one update that wait for their answers."""
-HOST_PART_BYTES = 16 << 20
-"""Size of a message through shared memory of the host; three of them are about the third-level cache."""
 HOST_UNDER_WAY = 3
 """The same through shared memory of the host; the third one hides the time that a message takes."""
 
@@ -112,7 +110,7 @@ async def share_tensors(
     device = common_cuda_device(tensor for _, tensor in tensors)
     under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
     if total > MIN_PART_BYTES:
-        size = part_bytes(HOST_PART_BYTES if device is None else total // 8, bucket_bytes, under_way)
+        size = part_bytes(0 if device is None else total // 8, bucket_bytes, under_way)
     parts = list(buckets(tensors, size))
     return await in_one_session(
         sender,
