@@ -48,12 +48,14 @@ class HybridBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         self._attention.plan(batch)
         self._decode = batch.num_decode
-        self._step, self._segments = batch.states, None
+        if batch.states is None or batch.states is not self._step:
+            self._step, self._segments = batch.states, None
         if self._step is None:  # a warm-up: rows of nobody
             rows = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.input_ids.device)
             self._step = StateStep(rows=rows, sources=None, segments=(), kept=None)
         if (paged := self._attention.paged) is not None:
-            self._segments = segments_of(self._step, self._decode)
+            if self._segments is None:
+                self._segments = segments_of(self._step, self._decode)
             paged.states = PlannedStates(self._segments, self.pool.layer)
             self.paged = paged
 

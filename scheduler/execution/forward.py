@@ -214,6 +214,11 @@ class StateStep:
     kept: tuple[Tensor, Tensor] | None
     """int64 [K] each: decode rows whose next states are kept, and rows of states that get them; or None."""
 
+    @property
+    def in_place(self) -> bool:
+        """True if all rows decode, and each does nothing but overwrite its state."""
+        return self.sources is None and self.kept is None and not self.segments
+
     def to(self, device: torch.device) -> "StateStep":
         kept = self.kept
         if kept is not None:

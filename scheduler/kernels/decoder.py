@@ -321,7 +321,7 @@ class DecoderKernel:
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         call = self._table, self._forms, layers, ctypes.byref(arguments), counters, threads
         self._run(call)
-        if adapters is None and step.states is None:
+        if adapters is None:
             self._last = _Call(call, step, moves.count, (tokens, positions, sampled, sampling))
         return memory[out : out + count * row].view(self._dtype).view(count, hidden)
 

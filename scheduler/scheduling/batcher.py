@@ -602,7 +602,9 @@ class Batcher:
         self, decode: np.ndarray, chunks: list[tuple[Request, int]], drafts: DraftRows | None = None
     ) -> ScheduledBatch:
         last = self._repeatable
-        if last is not None and last.batch.slots is decode and not chunks and drafts is None:
+        same = last is not None and last.batch.slots is decode and not chunks and drafts is None
+        ends, is_short = self.table.scheduled[decode] + 1, self._chunk_sizer.limit is not None
+        if last is not None and same and self._states.repeat(ends, memory_is_short=is_short):
             batch = self._repeated(last)
         else:
             batch = self._build(decode, chunks, drafts)
@@ -686,8 +688,10 @@ class Batcher:
 
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         forward, sampling = batch.forward, batch.forward.sampling
-        more = forward.window_slots, forward.states, forward.adapters, sampling.special, sampling.given
+        more = forward.window_slots, forward.adapters, sampling.special, sampling.given
         if batch.drafts is not None or any(each is not None for each in more):
+            return False
+        if forward.states is not None and not forward.states.in_place:
             return False
         return forward.num_decode == len(batch.slots) and not self.table.wants_hidden[batch.slots].any()
 

@@ -95,6 +95,12 @@ class LinearStateSteps:
             kept=(index, targets) if kept else None,
         )
 
+    def repeat(self, ends: np.ndarray, *, memory_is_short: bool) -> bool:
+        """Return True if the rows of a decode step overwrite their states up to ``ends``, and keep none."""
+        if self._states is None:
+            return True
+        return not (memory_is_short or (self._cache.prefix_cache and (ends % PAGE_SIZE == 0).any()))
+
     def _segments(
         self, states: StateRows, kv: RequestKV, start: int, end: int, first: int, known: int
     ) -> list[StateSegment]:
