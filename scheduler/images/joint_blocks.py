@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.modulation import add_and_modulate, add_gated, join_heads, modulate
+from ..kernels.modulation import add_and_modulate, add_gated, join_heads, joint_attention, modulate
 
 
 def use_joint_blocks(module: nn.Module) -> None:
@@ -77,14 +76,14 @@ def _feed_forward(
 def _attention(attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     image, text = hidden_states, encoder_hidden_states
     joined = [
-        join_heads(of_image(image), of_text(text), attn.heads, *_norms(norm, text_norm)).transpose(1, 2)
+        join_heads(of_image(image), of_text(text), attn.heads, *_norms(norm, text_norm))
         for of_image, of_text, norm, text_norm in (
             (attn.to_q, attn.add_q_proj, attn.norm_q, attn.norm_added_q),
             (attn.to_k, attn.add_k_proj, attn.norm_k, attn.norm_added_k),
             (attn.to_v, attn.add_v_proj, None, None),
         )
     ]
-    attended = scaled_dot_product_attention(*joined).transpose(1, 2).flatten(2)
+    attended = joint_attention(*joined).flatten(2)
     tokens = image.shape[1]
     image, text = attn.to_out[0](attended[:, :tokens]), attended[:, tokens:]
     return image, text if attn.context_pre_only else attn.to_add_out(text)

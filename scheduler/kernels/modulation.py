@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import native
@@ -22,6 +23,7 @@ _MODULATE = native.by_dtype("caesura_modulate", *[POINTER] * 6, SIZE, POINTER, *
 _JOIN_HEADS = native.by_dtype(
     "caesura_join_heads", *[POINTER, POINTER, SIZE] * 2, POINTER, *[SIZE] * 3, FLOAT, INT
 )
+_ATTENTION = native.by_dtype("caesura_joint_attention", *[POINTER] * 4, *[SIZE] * 4, FLOAT, INT)
 _GELU = native.by_dtype("caesura_gelu_tanh", POINTER, SIZE, INT)
 
 
@@ -118,6 +120,29 @@ def join_heads(
     _JOIN_HEADS[image.dtype](
         image.data_ptr(), weights[0], tokens, text.data_ptr(), weights[1], of_text, out.data_ptr(),
         samples, heads, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@_noted
+def joint_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of every token to all of its sample, shaped as q, k, v.
+
+    They are [samples, tokens, heads, size], contiguous.
+    torch computes heads that are no multiple of 64 bytes or longer than 128, and bfloat16 with AMX.
+    """
+    samples, tokens, heads, size = q.shape
+    by_torch = size * q.itemsize % 64 or size > 128 or (q.dtype == torch.bfloat16 and native.isa() == "amx")
+    if by_torch or q.dtype == torch.float16:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    given = q, k, v
+    if any((e.shape, e.dtype) != (q.shape, q.dtype) or not e.is_contiguous() for e in given):
+        raise native.misfit("no attention", *given)
+    out = torch.empty_like(q)
+    _ATTENTION[q.dtype](
+        *(each.data_ptr() for each in (*given, out)),
+        samples, tokens, heads, size, size**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -42,7 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 28
+_ABI = 29
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p

@@ -61,7 +61,7 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 28; }
+CAESURA_API int caesura_abi() { return 29; }
 
 // Compared with that of the structure in native.py: one that is too short would be read beyond its end.
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.kernels import instruction_sets, normal, packed, threads
-from torch.nn.functional import gelu, layer_norm, linear, rms_norm
+from torch.nn.functional import gelu, layer_norm, linear, rms_norm, scaled_dot_product_attention
 
 from caesura.scheduler.kernels.linear import Product
 from caesura.scheduler.kernels.modulation import (
@@ -11,6 +11,7 @@ from caesura.scheduler.kernels.modulation import (
     add_gated,
     gelu_of_product,
     join_heads,
+    joint_attention,
     modulate,
     packed_product,
 )
@@ -69,6 +70,20 @@ def test_heads_are_joined_and_normalised_as_by_torch(size, text_tokens, dtype):
         )
 
 
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 160])
+@pytest.mark.parametrize("tokens", [1, 17, 203, 333])
+def test_tokens_attend_to_all_of_their_sample(tokens, size, dtype):
+    q, k, v = (torch.randn(2, tokens, 3, size).to(dtype) for _ in range(3))
+    q[0, 0] *= 30  # a weight of one beside others of nearly zero
+    exact = scaled_dot_product_attention(*(x.float().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    for isa in instruction_sets():
+        found = joint_attention(q, k, v)
+        torch.testing.assert_close(found, exact.to(dtype), **CLOSE[dtype])
+        if dtype != torch.float16 and size in (32, 64, 128) and isa != "amx":
+            with threads(3):
+                assert torch.equal(joint_attention(q[1:], k[1:], v[1:]), found[1:])
+
+
 def test_gelu_is_that_of_torch_at_every_size(dtype):
     x, weight, bias = (torch.randn(*size).to(dtype) for size in ((7, 9), (1001, 9), (1001,)))
     x[0], bias[:6] = 0, torch.tensor([0, -0.0, 30, -30, torch.inf, 1e4])
@@ -113,6 +128,10 @@ def test_what_a_kernel_would_misread_is_refused():
             modulate(x, wrong, shift, EPS)
     with pytest.raises(ValueError, match="no modulation"):
         add_gated(x, x[:, :4], scale)
+    heads = torch.randn(3, 5, 2, 64)
+    for wrong in (heads[:, :4], heads.bfloat16(), torch.randn(3, 2, 5, 64).transpose(1, 2)):
+        with pytest.raises(ValueError, match="no attention"):
+            joint_attention(heads, wrong, heads)
     with pytest.raises(ValueError, match="no heads"):
         join_heads(x, x[:2], 2, None, None, EPS)
     with pytest.raises(ValueError, match="no heads"):

@@ -28,7 +28,7 @@ assert pytest.main(arguments) == 0
     ("elementwise", ("elementwise",), ""),
     ("linear", ("linear", "elementwise"), "every_company"),
     ("experts", ("linear", "elementwise", "experts"), "every_company"),
-    ("modulation", ("linear", "elementwise", "modulation"), ""),
+    ("modulation", ("linear", "elementwise", "modulation", "joint_attention"), ""),
     ("sampler", ("sampler",), "follow_the_kept or large_vocabulary"),
 ])  # fmt: skip
 def test_memory_is_accessed_within_bounds(file, operations, left_out, tmp_path):
