@@ -135,8 +135,9 @@ class EngineOptions:
     on accelerators.
     """
     speculation: Literal["none", "suffix"] = "none"
-    """suffix: draft tokens out of earlier outputs of the same prompt and of the request's own text, and
-    compute them in one step, where that is faster. Results are the same. It implies a pipeline_depth of 0.
+    """suffix: draft tokens out of earlier outputs, the same prompt's first, and of the request's own text,
+    and compute them in one step, where that is faster. Results are the same. It implies a pipeline_depth
+    of 0.
     """
     attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
     """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer, else triton, else sdpa: the

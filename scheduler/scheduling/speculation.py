@@ -31,7 +31,7 @@ _TEXT_TOKENS, _CORPUS_TOKENS, _RECENT_TOKENS = 1 << 16, 1 << 22, 1 << 15
 """Tokens that are kept of a prompt's outputs, and of all prompts, and those that all prompts draft from."""
 PROMPT_TOKENS = 64
 """Tokens that a prompt counts beside those of its outputs, for what it takes."""
-_GAIN = 1.05
+_GAIN = 1.1
 """Least ratio of the expected rates with and without drafts."""
 _FASTER, _SLOWER = 0.3, 0.03
 """Weights of a step that took less or more time than others of its size: what disturbs a step adds time."""
