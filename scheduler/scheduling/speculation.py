@@ -3,7 +3,8 @@
 Invariants:
 - Drafts change no result: a drafted token is computed as one more decode row of its request, sampled with the
   noise of its own position, and recorded only if every draft before it was what was sampled.
-- Texts belong to prompts, not to weights: they outlive updates, pauses and retractions.
+- Texts belong to prompts, not to weights: they outlive updates, pauses and retractions. Those of one
+  ``cache_salt`` are drafted from for no other.
 - Drafts are added while the expected tokens per second rise, by the measured times of steps. A step that
   tries whether they would is one of many, and small. Searches that save less than they take get 1 % of the
   time.
@@ -110,6 +111,10 @@ class Average:
     seconds: float = float("inf")
     rows: float = 0.0
     count: int = 0
+
+    @property
+    def expected(self) -> float:
+        return self.seconds if self.count else 0.0
 
     def observe(self, seconds: float, rows: int = 0) -> None:
         self.count += 1
@@ -228,8 +233,10 @@ class Speculation:
         self._continuations: list[Continuation | None] = [None] * table.slots
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
-        self._searched_s = self._began = 0.0
-        """Seconds of the last search for drafts, and when the step began to be chosen."""
+        self._searched_s = 0.0
+        """Seconds of the step's search for drafts."""
+        self._began: float | None = None
+        """Time at which the step began to be chosen; None if it could have no drafts."""
         self._search, self._beside = Average(), {False: Average(), True: Average()}
         """Searches, and what steps without drafts and with some take beside others of as many rows."""
         self._saved_s = 0.0
@@ -292,10 +299,11 @@ class Speculation:
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
         alike = self.times.observe(len(slots), seconds)
-        if alike.count > _BELIEVED:
+        if self._began is not None and alike.count > _BELIEVED:
             taken_s = monotonic() - self._began - self._searched_s
             self._beside[rows is not None and len(rows.kept) > 0].observe(taken_s - alike.seconds)
         saved_s = self._saved_s + _SEARCHING * seconds - self._searched_s  # the device waits for the search
+        self._searched_s, self._began = 0.0, None
         self._saved_s = min(max(saved_s, -seconds), _MOST_SAVED * seconds)
         self._allowed = min(self._allowed + _OF_ROW * len(slots), _MOST_ALLOWED)
         if rows is None or not len(rows.kept):
@@ -331,7 +339,7 @@ class Speculation:
 
     def _seconds(self, rows: int, drafted: np.ndarray) -> np.ndarray:
         """Return the expected seconds of a step of ``rows`` beside numbers of ``drafted`` tokens."""
-        plain, other = (each.seconds if each.count else 0.0 for each in self._beside.values())
+        plain, other = (each.expected for each in self._beside.values())
         return self.times.of(rows + drafted) + np.where(drafted > 0, max(plain, other), plain)
 
     def _may_pay(self, rows: int, room: int) -> bool:
@@ -339,8 +347,7 @@ class Speculation:
         of_rows, left, pays = self._bound
         if of_rows != rows or not left:
             chances = self._chances.max() ** (1 + np.arange(min(room, LONGEST_DRAFT * rows)) // rows)
-            search_s = self._search.seconds if self._search.count else 0.0
-            left, pays = _BOUND_STEPS, self._best_count(rows, chances, search_s) > 0
+            left, pays = _BOUND_STEPS, self._best_count(rows, chances, self._search.expected) > 0
         self._bound = rows, left - 1, pays
         return pays
 

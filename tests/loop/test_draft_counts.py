@@ -137,3 +137,15 @@ def test_what_drafts_cost_beside_their_rows_is_weighed(monkeypatch: pytest.Monke
         else:
             repeating.step()
     assert 0 < sum(counts) < 20
+
+
+def test_steps_that_can_have_no_drafts_are_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short no drafts are asked for, so nothing says when such a step began."""
+    repeating = Repeating(monkeypatch, 0.0)
+    for _ in range(4):
+        repeating.drafts._saved_s = -1.0  # no search
+        repeating.propose()
+        repeating.step()
+    repeating.now += 1000.0
+    repeating.step()
+    assert repeating.drafts._beside[False].seconds == 0.0
