@@ -197,6 +197,7 @@ def _cut(name: str, tensor: AnyTensor, bucket_bytes: int) -> Iterator[Piece]:
     if isinstance(tensor, SparseTensor):
         yield Piece(name, tensor.dtype, shape, 0, tensor.data, tensor.count)
         return
+    tensor = tensor.resolve_neg()  # a view that is negative when read holds other bytes
     if tensor.nbytes <= bucket_bytes:
         yield Piece(name, tensor.dtype, shape, 0, tensor.contiguous())
         return

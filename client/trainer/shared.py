@@ -74,8 +74,10 @@ class SharedBucket:
         specs, address = [], self._bytes.data_ptr()
         for piece in bucket.pieces:
             rows, nbytes = piece.rows, piece.rows.nbytes
-            if self.device is None and rows.device.type == "cpu" and nbytes <= SMALL_BYTES:
-                ctypes.memmove(address + offset, rows.data_ptr(), nbytes)
+            # 0: a subclass that wraps others, or a tensor of zeros without memory
+            source = rows.data_ptr() if self.device is None and nbytes <= SMALL_BYTES else 0
+            if source and rows.device.type == "cpu":
+                ctypes.memmove(address + offset, source, nbytes)
             else:
                 self.view(offset, nbytes).copy_(rows.reshape(-1).view(torch.uint8))
             specs.append(spec_of(piece, offset=offset))

@@ -122,12 +122,13 @@ static void pack_keys(const E* k, int64_t row, int64_t count, int64_t size, floa
 static void pack_values(const float* v, int64_t row, int64_t count, int64_t size, float* values) {
     for (int64_t i = 0; i < count; i++) std::memcpy(values + i * size, v + i * row, size * sizeof(float));
 }
-// Behind an odd last position it stands again, with a weight of 0.
+// Behind an odd last position stand zeros.
 static void pack_values(const bf16* v, int64_t row, int64_t count, int64_t size, float* values) {
+    static const bf16 none[MOST_SIZE] = {};
     for (int64_t i = 0; i < count; i += 2, v += 2 * row, values += size)
         for (int64_t c = 0; c < size; c += 2 * LANES) {
             F low, high;
-            interleave(v + c, v + (i + 1 < count ? row : 0) + c, low, high);
+            interleave(v + c, (i + 1 < count ? v + row : none) + c, low, high);
             store(values + c, low), store(values + c + LANES, high);
         }
 }
@@ -148,14 +149,14 @@ static void tile(const JointAttention<E>& a, Scratch& s, const E* q, int64_t que
         store(line + last, keep_first(load(line + last), count - last, set1(-INFINITY)));
         F top = set1(s.largest[query + r]);
         for (int64_t i = 0; i < count; i += LANES) top = max(load(line + i), top);
-        const float largest = reduce_max(top);
+        const float largest = reduce_max(top), shift = largest == -INFINITY ? 0.0f : largest;
         F total = zero();
         for (int64_t i = 0; i < count; i += LANES) {
-            const F x = exp(sub(load(line + i), set1(largest)));
+            const F x = exp(sub(load(line + i), set1(shift)));
             store(weights + r * MOST_KEYS + i, x);
             total = add(total, rounded(x, E()));
         }
-        factors[r] = std::exp(s.largest[query + r] - largest);
+        factors[r] = std::exp(s.largest[query + r] - shift);
         s.largest[query + r] = largest;
         s.weights[query + r] = s.weights[query + r] * factors[r] + reduce_add(total);
     }

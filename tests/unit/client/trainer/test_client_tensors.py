@@ -119,6 +119,23 @@ def test_a_state_dict_is_as_good_as_pairs(transport, bucket_bytes):
         assert sent_by(transport, given, bucket_bytes) == expected
 
 
+@pytest.mark.parametrize("way", ["negative", "zeros", "large"])
+def test_values_are_copied_wherever_they_come_from(way):
+    values = torch.arange(1.0, 9.0)
+    tensor, expected = {
+        "negative": (torch._neg_view(values), -values),
+        "zeros": (torch._efficientzerotensor((8,)), torch.zeros(8)),
+        "large": (values.repeat(40_000), values.repeat(40_000)),
+    }[way]
+    (bucket,) = buckets([("w", tensor)], 2 << 20)
+    with SharedBucket(2 << 20) as memory:
+        (spec,) = memory.fill(bucket, 64)
+        assert torch.equal(memory.view(spec.offset, spec.nbytes).view(torch.float32), expected)
+    if way == "negative":
+        _, (frame,) = sending.as_frames(bucket)
+        assert bytes(frame) == bytes_of(expected)
+
+
 def test_shared_tensors_take_a_state_dict():
     with SharedTensors(dict(TENSORS)) as shared:
         assert [name for name, _ in shared] == [name for name, _ in TENSORS]

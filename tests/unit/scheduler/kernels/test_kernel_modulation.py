@@ -84,6 +84,18 @@ def test_tokens_attend_to_all_of_their_sample(tokens, size, dtype):
                 assert torch.equal(joint_attention(q[1:], k[1:], v[1:]), found[1:])
 
 
+def test_attention_of_values_without_bound(dtype):
+    """The first block of keys has scores of -inf alone; the last value, of an odd position, is infinite."""
+    q, k, v = torch.full((1, 321, 1, 64), 1e20), torch.full((1, 321, 1, 64), -1e20), torch.ones(1, 321, 1, 64)
+    if dtype == torch.float16:
+        q, k = 0 * q, 0 * k
+    k[:, -1], v[:, -1, :, 0] = 0, torch.inf
+    for _ in instruction_sets():
+        found = joint_attention(q.to(dtype), k.to(dtype), v.to(dtype))
+        assert (found[..., 0] == torch.inf).all()
+        torch.testing.assert_close(found[..., 1:], torch.ones(1, 321, 1, 63, dtype=dtype))
+
+
 def test_gelu_is_that_of_torch_at_every_size(dtype):
     x, weight, bias = (torch.randn(*size).to(dtype) for size in ((7, 9), (1001, 9), (1001,)))
     x[0], bias[:6] = 0, torch.tensor([0, -0.0, 30, -30, torch.inf, 1e4])
