@@ -81,9 +81,11 @@ def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--shape", choices=SHAPES, default="tiny")
-    for name, allowed, further in (("--transports", TRANSPORTS, [NO_UPDATE]), ("--modes", MODES, [])):
-        names = partial(chosen_from, [*allowed, *further])
-        made.add_argument(name, type=names, default=list(allowed), help=f"default: {','.join(allowed)}")
+    transports = partial(chosen_from, [*TRANSPORTS, NO_UPDATE])
+    told = f"default: {','.join(TRANSPORTS)}; {NO_UPDATE}: without an update"
+    made.add_argument("--transports", type=transports, default=list(TRANSPORTS), help=told)
+    modes = partial(chosen_from, MODES)
+    made.add_argument("--modes", type=modes, default=list(MODES), help=f"default: {','.join(MODES)}")
     made.add_argument("--cycles", type=int, default=200, help="of each transport, mode and way (%(default)s)")
     made.add_argument("--steps", type=int, default=1000, help="without pauses, in each mode (%(default)s)")
     made.add_argument("--tp", type=int, default=1, help="ranks of the engine (%(default)s)")

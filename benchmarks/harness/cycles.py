@@ -21,14 +21,14 @@ from .load import Load
 from .transports import Trainer, Transport
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+Change = Transport | Literal["none"]
+NO_UPDATE: Final = "none"
+"""Transport of cycles that pause and continue without an update."""
 STEPS_BETWEEN = 4
 """Steps that run at least between two pauses."""
 VARIANTS = {"plain": False, "empty-cache": True}
 """Ways to continue: True with the empty-cache step."""
 COMMON = ("pause", "barrier", "update")
-Change = Transport | Literal["none"]
-NO_UPDATE: Final = "none"
-"""Stands in place of a transport: the pause and the continue alone."""
 BY_VARIANT = ("resume", "first_token", "gap")
 """Parts of a cycle."""
 ALLOWANCE_MS = 2.0

@@ -48,7 +48,7 @@ class HybridBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         self._attention.plan(batch)
         self._decode = batch.num_decode
-        if batch.states is None or batch.states is not self._step:
+        if batch.states is not self._step:
             self._step, self._segments = batch.states, None
         if self._step is None:  # a warm-up: rows of nobody
             rows = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.input_ids.device)

@@ -176,7 +176,7 @@ class Batcher:
         chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)), self.table.slots - len(decode))
         if not len(decode) and not chunks:
             return None
-        if self.speculation is None or chunks or self._chunk_sizer.limit is not None:
+        if self.speculation is None or chunks:
             return self._next(decode, chunks)
         return self._next(*self._with_drafts(self.speculation, decode))
 
@@ -185,7 +185,8 @@ class Batcher:
     ) -> tuple[np.ndarray, list[tuple[Request, int]], DraftRows | None]:
         """Add rows for drafts as far as there are pages without preemption."""
         drafts = []
-        for draft in speculation.propose(decode, self.table.slots - len(decode)):
+        room = self.table.slots - len(decode) if self._chunk_sizer.limit is None else 0
+        for draft in speculation.propose(decode, room):
             request = self.table.by_slot[decode[draft.row]]
             assert request is not None and request.kv is not None
             known = int(self.table.length[request.slot])
@@ -604,7 +605,7 @@ class Batcher:
         last = self._repeatable
         same = last is not None and last.batch.slots is decode and not chunks and drafts is None
         ends, is_short = self.table.scheduled[decode] + 1, self._chunk_sizer.limit is not None
-        if last is not None and same and self._states.repeat(ends, memory_is_short=is_short):
+        if last is not None and same and self._states.may_repeat(ends, memory_is_short=is_short):
             batch = self._repeated(last)
         else:
             batch = self._build(decode, chunks, drafts)

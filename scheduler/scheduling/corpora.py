@@ -15,6 +15,8 @@ MAX_CORPORA, MAX_CORPORA_TOKENS = 64, 1 << 22
 _POSITION_BITS = 22
 _MOST_PLACES = 1 << 12
 """Places of a pair that are compared further, the last ones."""
+_MANY = 256
+"""Number of places from which on they are compared by one token after the other, as most differ early."""
 LONGEST_MATCH = 8
 END = np.full(1, -1, np.int32)
 """Stands between texts, and is no token."""
@@ -79,11 +81,17 @@ class Corpora:
 
 
 def lengthened(text: np.ndarray, ends: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return those of ``ends`` behind the longest end of ``known``, and its length.
+    """Return those of ``ends``, behind the last of ``known``, behind the longest end of it, and its length.
 
     ``text`` ends with -1.
     """
-    back = np.arange(1, min(LONGEST_MATCH, len(known)) + 1)
+    most, length = min(LONGEST_MATCH, len(known)), 1
+    while len(ends) > _MANY and length < most:
+        longer = ends[text[np.maximum(ends - length - 1, -1)] == known[-length - 1]]
+        if not len(longer):
+            return ends, length
+        ends, length = longer, length + 1
+    back = np.arange(1, most + 1)
     same = text[np.maximum(ends[:, None] - back, -1)] == known[-back]
     lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)
     longest = int(lengths.max())

@@ -1,4 +1,4 @@
-"""Drafts of the next tokens: of what was generated for the same prompt, lately for others, and of corpora.
+"""Drafts of next tokens: from outputs of the same prompt, the request's own text, recent ones, and corpora.
 
 Invariants:
 - Drafts change no result: a drafted token is computed as one more decode row of its request, sampled with the
@@ -106,7 +106,7 @@ class Texts:
 
 @dataclass(slots=True)
 class Average:
-    """A running average of what often takes longer than it must; at first the least."""
+    """A running average that follows shorter times faster than longer ones; the least of the first three."""
 
     seconds: float = float("inf")
     rows: float = 0.0
@@ -133,7 +133,7 @@ class StepTimes:
         self._known: dict[int, Average] = {}
 
     def observe(self, rows: int, seconds: float) -> Average:
-        """Return that of steps of this size."""
+        """Record a step; return the average of steps of its size."""
         found = self._known.setdefault(_size(rows), Average())
         found.observe(seconds, rows)
         return found
@@ -189,7 +189,10 @@ class Continuation:
     tokens: list[Followed]
 
     def behind(self, known: np.ndarray) -> "Continuation | None":
-        """Return what is left of it behind ``known``, which it must have foretold, if that is half of it."""
+        """Return the part behind ``known``.
+
+        None if ``known`` differs from the foretold tokens, or less than half of them is left.
+        """
         passed = len(known) - self.length
         left = self.tokens[passed:]
         if not 0 <= passed <= len(left) or any(
@@ -233,10 +236,8 @@ class Speculation:
         self._continuations: list[Continuation | None] = [None] * table.slots
         self._misses = np.zeros(table.slots, np.int64)
         self._rests_until = np.zeros(table.slots, np.int64)
-        self._searched_s = 0.0
-        """Seconds of the step's search for drafts."""
-        self._began: float | None = None
-        """Time at which the step began to be chosen; None if it could have no drafts."""
+        self._searched_s = self._began = 0.0
+        """Seconds of the step's search for drafts, and when the step began to be chosen."""
         self._search, self._beside = Average(), {False: Average(), True: Average()}
         """Searches, and what steps without drafts and with some take beside others of as many rows."""
         self._saved_s = 0.0
@@ -256,7 +257,7 @@ class Speculation:
         self.texts.add(_key(request), _salt(request), self._table.outputs(request).tokens)
 
     def propose(self, slots: np.ndarray, room: int) -> list[Draft]:
-        """Return drafts for decoding ``slots``, of at most ``room`` tokens in all."""
+        """Return drafts for decoding ``slots``, of at most ``room`` tokens; each step asks for them."""
         self._searched_s, self._began = 0.0, monotonic()
         room = int(min(room, self._allowed))
         if room <= 0 or self._saved_s < 0:
@@ -299,11 +300,10 @@ class Speculation:
     def observe(self, slots: np.ndarray, rows: DraftRows | None, seconds: float) -> None:
         """Learn from a completed step of decode rows alone, when its tokens have been recorded."""
         alike = self.times.observe(len(slots), seconds)
-        if self._began is not None and alike.count > _BELIEVED:
-            taken_s = monotonic() - self._began - self._searched_s
-            self._beside[rows is not None and len(rows.kept) > 0].observe(taken_s - alike.seconds)
+        if alike.count > _BELIEVED:
+            beside_s = monotonic() - self._began - self._searched_s - alike.seconds
+            self._beside[rows is not None and len(rows.kept) > 0].observe(max(0.0, beside_s))
         saved_s = self._saved_s + _SEARCHING * seconds - self._searched_s  # the device waits for the search
-        self._searched_s, self._began = 0.0, None
         self._saved_s = min(max(saved_s, -seconds), _MOST_SAVED * seconds)
         self._allowed = min(self._allowed + _OF_ROW * len(slots), _MOST_ALLOWED)
         if rows is None or not len(rows.kept):
@@ -325,7 +325,7 @@ class Speculation:
 
     @property
     def _chances(self) -> np.ndarray:
-        """Probability that the token behind a match is sampled, by the length of the match."""
+        """Probability that the token behind a match is sampled, by evidence."""
         found: np.ndarray = (self._hit + _PRIOR_TRIES * _PRIOR) / (self._tried + _PRIOR_TRIES)
         return found
 

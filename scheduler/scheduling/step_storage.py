@@ -95,8 +95,8 @@ class LinearStateSteps:
             kept=(index, targets) if kept else None,
         )
 
-    def repeat(self, ends: np.ndarray, *, memory_is_short: bool) -> bool:
-        """Return True if the rows of a decode step overwrite their states up to ``ends``, and keep none."""
+    def may_repeat(self, ends: np.ndarray, *, memory_is_short: bool) -> bool:
+        """Return True if a decode step up to ``ends`` only overwrites the states of its rows."""
         if self._states is None:
             return True
         return not (memory_is_short or (self._cache.prefix_cache and (ends % PAGE_SIZE == 0).any()))

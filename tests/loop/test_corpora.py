@@ -103,8 +103,18 @@ def test_all_corpora_share_their_bounds():
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=4)
 
 
-@given(corpora=st.lists(TEXTS, max_size=3), known=st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_the_longest_match_is_found_everywhere(corpora, known):
+@given(
+    corpora=st.lists(TEXTS, max_size=3),
+    known=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    many=st.sampled_from([0, 2, 256]),
+)
+def test_the_longest_match_is_found_everywhere(corpora, known, many):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("caesura.scheduler.scheduling.corpora._MANY", many)
+        find_the_longest_match(corpora, known)
+
+
+def find_the_longest_match(corpora: list[list[list[int]]], known: list[int]) -> None:
     held, expected = Corpora(4), set()
     for name, texts in enumerate(corpora):
         if any(texts):

@@ -83,13 +83,13 @@ class Repeating:
     def propose(self) -> list[speculation.Draft]:
         return self.drafts.propose(self.slots, 15)
 
-    def step(self, rows: int = 1) -> None:
-        self.now += 1.0
-        self.drafts.observe(np.zeros(rows, np.int64), None, 1.0)
+    def step(self, rows: int = 1, seconds: float = 1.0) -> None:
+        self.now += seconds
+        self.drafts.observe(np.zeros(rows, np.int64), None, seconds)
 
 
 def test_the_time_of_searches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger steps cost nothing; a search that takes as long as ten steps is not worth it."""
+    """Larger steps cost nothing; a search that takes as long as forty steps is not worth it."""
     counts = []
     for search_s in (0.01, 40.0):
         repeating, drafts = Repeating(monkeypatch, search_s), []
@@ -139,13 +139,31 @@ def test_what_drafts_cost_beside_their_rows_is_weighed(monkeypatch: pytest.Monke
     assert 0 < sum(counts) < 20
 
 
-def test_steps_that_can_have_no_drafts_are_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is short no drafts are asked for, so nothing says when such a step began."""
+def test_the_expected_time_of_a_step_stays_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a size take a tenth of what they took, and the average follows."""
     repeating = Repeating(monkeypatch, 0.0)
-    for _ in range(4):
-        repeating.drafts._saved_s = -1.0  # no search
-        repeating.propose()
-        repeating.step()
-    repeating.now += 1000.0
-    repeating.step()
-    assert repeating.drafts._beside[False].seconds == 0.0
+    repeating.drafts._saved_s = -float("inf")  # no search
+    for seconds in (10.0, 1.0):
+        for _ in range(50):
+            repeating.propose()
+            repeating.step(seconds=seconds)
+            assert (repeating.drafts._seconds(1, np.arange(2)) > 0).all()
+
+
+def test_every_step_of_decode_rows_alone_asks_for_drafts(tiny_model: Path) -> None:
+    """One where memory is short gets none, but is told when it began."""
+    asked: list[int] = []
+    options = {"max_running_requests": 4, "kv_pool_tokens": 1024, "pipeline_depth": 0}
+    with EngineDriver(str(tiny_model), speculation="suffix", **options) as driver:
+        batcher = driver.engine.batcher
+        drafts = batcher.speculation
+        propose, observe = drafts.propose, drafts.observe
+        drafts.propose = lambda slots, room: asked.append(room) or propose(slots, room)
+        drafts.observe = lambda slots, *rest: asked.append(-1) or observe(slots, *rest)
+        driver.generate([3, 4, 5], 40)
+        driver.tick(8)
+        batcher._chunk_sizer.limit = 2
+        driver.tick(8)
+        assert 0 in asked
+        driver.run_until_idle()
+    assert [place < 0 for place in asked] == [False, True] * (len(asked) // 2)

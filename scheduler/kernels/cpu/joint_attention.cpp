@@ -170,7 +170,7 @@ static void tile_of(int64_t rows, const JointAttention<E>& a, Scratch& s, const 
     if constexpr (R > 1) tile_of<E, R - 1>(rows, a, s, q, query, count);
 }
 
-// Queries [begin, end) of a head of all samples'.
+// Queries [begin, end) of a head; `head` counts the heads of all samples.
 template <class E>
 static void attend(const JointAttention<E>& a, Scratch& s, int64_t head, int64_t begin, int64_t end) {
     const int64_t row = a.heads * a.size, start = head / a.heads * a.tokens * row + head % a.heads * a.size, queries = end - begin;
