@@ -1,9 +1,9 @@
 """The CPU's allocator behind the interface of a torch device module (``torch.cuda`` and the like).
 
 ``empty_cache`` exists only where it does something: with glibc's own malloc. A figure that the platform does
-not give is 0. "Reserved" is resident anonymous memory, which is ``resident`` without ``shared``; "allocated"
-is ``uordblks + hblkhd`` of mallinfo2(3). Fields are those of proc_pid_statm(5), proc_meminfo(5), and the
-kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+not give is 0. "Reserved" is resident anonymous memory (RssAnon); "allocated" is ``uordblks + hblkhd`` of
+mallinfo2(3). Fields are those of proc_pid_status(5), proc_meminfo(5), and the kernel's cgroup-v2.rst and
+cgroup-v1/memory.rst.
 """
 
 import ctypes
@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        # RssAnon of proc_pid_status(5), whose other lines take five times as long to make.
-        pages = _read_text(self._proc / "self" / "statm").split()[1:3]
-        return 0 if len(pages) < 2 else (int(pages[0]) - int(pages[1])) * PAGESIZE
+        return _read_kb_fields(self._proc / "self" / "status").get("RssAnon", 0)
 
     def memory_allocated(self) -> int:
         return 0
@@ -129,15 +126,16 @@ def resident_bytes(spans: Sequence[tuple[int, int]]) -> int:
     total = sum(nbytes for _, nbytes in spans)
     if _mincore is None:
         return total
-    stride = max(1, -(-total // (_LOOKED_AT * PAGESIZE)))
+    page = os.sysconf("SC_PAGE_SIZE")
+    stride = max(1, -(-total // (_LOOKED_AT * page)))
     found = seen = 0
-    vector = bytearray(-(-max((nbytes for _, nbytes in spans), default=0) // PAGESIZE) or 1)
+    vector = bytearray(-(-max((nbytes for _, nbytes in spans), default=0) // page) or 1)
     pages = ctypes.byref(ctypes.c_ubyte.from_buffer(vector))
     for address, nbytes in spans:
         step = nbytes if stride == 1 else _STRETCH * stride
         for start in range(0, nbytes, step):
             length = min(step // stride, nbytes - start)
-            count = -(-length // PAGESIZE)
+            count = -(-length // page)
             if _mincore(ctypes.c_void_p(address + start), ctypes.c_size_t(length), pages) != 0:
                 return total
             found += vector.count(1, 0, count)

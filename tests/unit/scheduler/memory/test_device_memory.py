@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -261,9 +260,8 @@ def test_only_anonymous_memory_is_reserved(tmp_path):
     assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
     assert silent.mem_get_info()[0] == 0
     assert empty_device_cache(silent) is False
-    resident, shared = 90, 40
-    statm = f"1000 {resident} {shared} 7 0 300 0\n"
-    assert make_host(tmp_path, {"proc/self/statm": statm}).memory_reserved() == 50 * PAGESIZE
+    status = "Name:\tx\nVmRSS:\t 90 kB\nRssAnon:\t 50 kB\nRssFile:\t 30 kB\nRssShmem:\t 10 kB\n"
+    assert make_host(tmp_path, {"proc/self/status": status}).memory_reserved() == 50 * KB
 
 
 INTERLEAVED = """
