@@ -1,4 +1,4 @@
-"""Matrix products of diffusers' and transformers' modules in float32 on a CPU, where weights are not packed.
+"""Matrix products of diffusers' and transformers' modules in float32 on a CPU.
 
 torch takes MKL for these, which is slower with AVX-512 on processors that are not Intel's, and as fast with
 AVX2 (docs/explanation/images.md). There oneDNN computes those that are worth its 30 us of preparation.

@@ -1,7 +1,6 @@
-"""Linear layers of diffusers' and transformers' modules with packed weights, on a CPU.
+"""Linear layers of diffusers' and transformers' modules with packed weights, in bfloat16 on a CPU.
 
-Their products are those of language models: torch would bring a weight into oneDNN's layout for each product
-of bfloat16, and waits for the weights of a few rows of float32 twice as long.
+Their products are those of language models: torch would bring a weight into oneDNN's layout for each product.
 
 Invariants:
 - The weight of such a layer is the packed storage. Only slots know it as [out, in].
@@ -16,18 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from ..kernels import native
 from ..kernels.modulation import packed_product
 from ..layers.matrix import Matrix, packs
 from ..layers.parameters import Placement
 
-_FLOATS_BY = ("avx512", "avx512bf16", "amx")
-"""Instruction sets with which packed weights of float32 are faster than torch's and oneDNN's products."""
-
 
 def packable_layers(module: nn.Module, place: Placement) -> dict[str, nn.Linear]:
     """Return the layers within ``module`` to be packed, by the names of their weights."""
-    if place.dtype != torch.bfloat16 and (place.dtype != torch.float32 or native.isa() not in _FLOATS_BY):
+    if place.dtype != torch.bfloat16:
         return {}
     layers = {f"{name}.weight": each for name, each in module.named_modules() if type(each) is nn.Linear}
     holders = Counter(id(each) for owner in module.modules() for each in owner._parameters.values())

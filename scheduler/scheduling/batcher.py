@@ -604,8 +604,8 @@ class Batcher:
     ) -> ScheduledBatch:
         last = self._repeatable
         same = last is not None and last.batch.slots is decode and not chunks and drafts is None
-        ends, is_short = self.table.scheduled[decode] + 1, self._chunk_sizer.limit is not None
-        if last is not None and same and self._states.may_repeat(ends, memory_is_short=is_short):
+        is_short = self._chunk_sizer.limit is not None
+        if last is not None and same and self._states.may_repeat(decode, memory_is_short=is_short):
             batch = self._repeated(last)
         else:
             batch = self._build(decode, chunks, drafts)

@@ -95,10 +95,11 @@ class LinearStateSteps:
             kept=(index, targets) if kept else None,
         )
 
-    def may_repeat(self, ends: np.ndarray, *, memory_is_short: bool) -> bool:
-        """Return True if a decode step up to ``ends`` only overwrites the states of its rows."""
+    def may_repeat(self, slots: np.ndarray, *, memory_is_short: bool) -> bool:
+        """Return True if a decode step of ``slots`` only overwrites the states of its rows."""
         if self._states is None:
             return True
+        ends = self._table.scheduled[slots] + 1
         return not (memory_is_short or (self._cache.prefix_cache and (ends % PAGE_SIZE == 0).any()))
 
     def _segments(

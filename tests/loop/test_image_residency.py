@@ -14,7 +14,6 @@ pytest.importorskip("diffusers")
 from support.image_requests import send_tensors
 from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
 
-from caesura.scheduler.kernels import native
 from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
 
 STEPS = 3
@@ -31,16 +30,6 @@ STRATEGIES = [
     ("resident", "layerwise"),
     ("layerwise", "layerwise"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unpacked():
-    """Have all components computed in the same layout: only those that stay are packed elsewhere."""
-    if native.why_not() is not None:
-        yield
-        return
-    with native.limited_to(native.ISAS[1]):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -158,11 +158,6 @@ CAESURA_EACH_TYPE(CAESURA_ATTENTION)
 
 namespace CAESURA_ISA {
 
-// A tile's sums fill the registers: rows times vectors of columns.
-template <class E>
-constexpr int TILE_ROWS = LANES == 16 || sizeof(Computed<E>) == 4 ? 6 : 4;
-constexpr int TILE_VECTORS = LANES == 16 ? 4 : 2;
-
 // Words as dot() takes them.
 template <class E>
 using Ready = decltype(ready(zero(), Computed<E>()));
@@ -170,6 +165,7 @@ using Ready = decltype(ready(zero(), Computed<E>()));
 CAESURA_INLINE F load_word(const float* p) { return load_words(p); }
 CAESURA_INLINE F load_word(const fp16* p) { return load(p); }
 
+#include "word_tiles.h"
 #include "attention_pages.h"
 #include "attention_scores.h"
 #include "attention_values.h"

@@ -1,37 +1,6 @@
 // P V: a tile's sums take in the values of a block, packed or from where they lie. Included by attention.cpp for each
 // instruction set.
 
-// out[R, C vectors] = out * factor + a[R, k] * b[k, C vectors], in words.
-template <class E, int R, int C>
-static void multiply_tile(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
-                          float* out, int64_t out_row) {
-    F sum[R][C];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sum[r][c] = mul(load(out + r * out_row + c * LANES), set1(factors[r]));
-    for (int64_t i = 0; i < k; i++, a++, b += b_row) {
-        F line[C];
-        for (int c = 0; c < C; c++) line[c] = load_words(b + c * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            const F value = set1_word(a + r * a_row);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value, line[c], E());
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(out + r * out_row + c * LANES, sum[r][c]);
-}
-
-// The same for any number of columns, which is a multiple of the lanes.
-template <class E, int R, int C = TILE_VECTORS>
-static void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
-                     float* out, int64_t out_row, int64_t columns) {
-    for (; columns >= C * LANES; columns -= C * LANES, b += C * LANES, out += C * LANES)
-        multiply_tile<E, R, C>(a, a_row, b, b_row, k, factors, out, out_row);
-    if constexpr (C > 1)
-        if (columns > 0) multiply<E, R, C - 1>(a, a_row, b, b_row, k, factors, out, out_row, columns);
-}
-
 // sums = sums * factor + weight * values, for a line of which only one half is seen.
 template <class E, bool LOW>
 static void add_half(const float* weight, const float* values, float factor, float* sums, int64_t columns) {

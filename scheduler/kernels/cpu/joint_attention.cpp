@@ -66,43 +66,10 @@ CAESURA_JOINT_ATTENTION(f32, float)
 
 namespace CAESURA_ISA {
 
-// A tile's sums fill the registers: rows times vectors of columns.
-template <class E>
-constexpr int ROWS = LANES == 16 || sizeof(E) == 4 ? 6 : 4;
-constexpr int VECTORS = LANES == 16 ? 4 : 2;
+#include "word_tiles.h"
+
 template <class E>
 constexpr int64_t PAIR = 4 / sizeof(E);
-
-// out[R, C vectors] = out * factor, or 0 without factors, + a[R, k] * b[k, C vectors], in words.
-template <class E, int R, int C>
-static void multiply_tile(const char* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors, float scale,
-                          float* out, int64_t out_row) {
-    F sum[R][C];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) sum[r][c] = factors ? mul(load(out + r * out_row + c * LANES), set1(factors[r])) : zero();
-    for (int64_t i = 0; i < k; i++, a += 4, b += b_row) {
-        F line[C];
-        for (int c = 0; c < C; c++) line[c] = load_words(b + c * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            const F value = set1_word(a + r * a_row);
-#pragma GCC unroll 4
-            for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], value, line[c], E());
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(out + r * out_row + c * LANES, mul(sum[r][c], set1(scale)));
-}
-
-// The same for any number of columns, which is a multiple of the lanes.
-template <class E, int R, int C = VECTORS>
-static void multiply(const char* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors, float scale,
-                     float* out, int64_t out_row, int64_t columns) {
-    for (; columns >= C * LANES; columns -= C * LANES, b += C * LANES, out += C * LANES)
-        multiply_tile<E, R, C>(a, a_row, b, b_row, k, factors, scale, out, out_row);
-    if constexpr (C > 1)
-        if (columns > 0) multiply<E, R, C - 1>(a, a_row, b, b_row, k, factors, scale, out, out_row, columns);
-}
 
 // `count` keys from `k` on, zeros behind them up to a whole vector.
 template <class E>
@@ -140,15 +107,19 @@ static void tile(const JointAttention<E>& a, Scratch& s, const E* q, int64_t que
     alignas(64) float scores[R * MOST_KEYS];
     alignas(64) E weights[R * MOST_KEYS];
     for (int64_t key = 0; key < count; key += PANEL)
-        multiply<E, R>((const char*)q, row * (int64_t)sizeof(E), s.keys + key * words, PANEL, words, nullptr, a.scale, scores + key,
-                       MOST_KEYS, smaller(PANEL, round_up(count - key, LANES)));
-    float factors[ROWS<E>];
+        multiply<E, R, TILE_VECTORS, true>((const float*)q, row / PAIR<E>, s.keys + key * words, PANEL, words, nullptr, scores + key,
+                                           MOST_KEYS, smaller(PANEL, round_up(count - key, LANES)));
+    float factors[R];
     for (int r = 0; r < R; r++) {
         float* line = scores + r * MOST_KEYS;
         const int64_t last = (count - 1) / LANES * LANES;
-        store(line + last, keep_first(load(line + last), count - last, set1(-INFINITY)));
         F top = set1(s.largest[query + r]);
-        for (int64_t i = 0; i < count; i += LANES) top = max(load(line + i), top);
+        for (int64_t i = 0; i < count; i += LANES) {
+            F score = mul(load(line + i), set1(a.scale));
+            if (i == last) score = keep_first(score, count - last, set1(-INFINITY));
+            store(line + i, score);
+            top = max(score, top);
+        }
         const float largest = reduce_max(top), shift = largest == -INFINITY ? 0.0f : largest;
         F total = zero();
         for (int64_t i = 0; i < count; i += LANES) {
@@ -160,8 +131,8 @@ static void tile(const JointAttention<E>& a, Scratch& s, const E* q, int64_t que
         s.largest[query + r] = largest;
         s.weights[query + r] = s.weights[query + r] * factors[r] + reduce_add(total);
     }
-    multiply<E, R>((const char*)weights, MOST_KEYS * (int64_t)sizeof(E), s.values, a.size, (count + PAIR<E> - 1) / PAIR<E>, factors,
-                   1.0f, s.sums + query * a.size, a.size, a.size);
+    multiply<E, R>((const float*)weights, MOST_KEYS / PAIR<E>, s.values, a.size, (count + PAIR<E> - 1) / PAIR<E>, factors,
+                   s.sums + query * a.size, a.size, a.size);
 }
 
 template <class E, int R>
@@ -178,14 +149,14 @@ static void attend(const JointAttention<E>& a, Scratch& s, int64_t head, int64_t
     for (int64_t i = 0; i < queries; i++) s.largest[i] = -INFINITY, s.weights[i] = 0.0f;
     std::memset(s.sums, 0, queries * a.size * sizeof(float));
     const int64_t blocks = (a.tokens + MOST_KEYS - 1) / MOST_KEYS, block = round_up((a.tokens + blocks - 1) / blocks, PANEL);
-    const int64_t tiles = (queries + ROWS<E> - 1) / ROWS<E>;
+    const int64_t tiles = (queries + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
     for (int64_t first = 0; first < a.tokens; first += block) {
         const int64_t count = smaller(block, a.tokens - first);
         pack_keys(a.k + start + first * row, row, count, a.size, s.keys);
         pack_values(a.v + start + first * row, row, count, a.size, s.values);
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t query = queries * i / tiles, after = queries * (i + 1) / tiles;
-            tile_of<E, ROWS<E>>(after - query, a, s, q + query * row, query, count);
+            tile_of<E, TILE_ROWS<E>>(after - query, a, s, q + query * row, query, count);
         }
     }
     for (int64_t i = 0; i < queries; i++) {

@@ -84,8 +84,7 @@ def moving(sd3):
 
 @pytest.fixture(scope="module")
 def cold_checksums(other):
-    strategy = {"frozen_residency": "offload", "transformer_residency": "offload"}  # what stays may be packed
-    with launch_scheduler(str(other), device="cpu", num_threads=1, **strategy) as cold:
+    with launch_scheduler(str(other), device="cpu", num_threads=1) as cold:
         return cold.check_weights().checksums
 
 

@@ -121,5 +121,4 @@ def test_a_thousand_deltas_in_place(models, tmp_path):
             handle.result()
             reserved.append(client.status().device_memory.reserved)
         assert client.status().digest == digests[0]
-    warm_up = DELTAS // 10  # the allocator settles slowly beside requests: by up to 1.3 MB after ten cycles
-    assert max(reserved[warm_up:]) - max(reserved[:warm_up]) <= MAX_GROWTH, reserved[::25]
+    assert max(reserved[WARM_UP:]) - max(reserved[:WARM_UP]) <= MAX_GROWTH, reserved[::25]

@@ -6,13 +6,12 @@ import torch
 pytest.importorskip("diffusers")
 from diffusers import AutoencoderKL
 from diffusers.models.activations import GELU
-from support.kernels import instruction_sets, normal
+from support.kernels import normal
 from support.pipelines import make_flux, make_sd3
 
 from caesura.scheduler.images.components import Component, build_component
 from caesura.scheduler.images.traced_module import TRACE_AFTER, TracedModule
 from caesura.scheduler.kernels import native
-from caesura.scheduler.layers.matrix import PackedSlot
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
 
@@ -37,14 +36,14 @@ class Tied(torch.nn.Module):
         return self.last(self.bent(self.second(self.first(x))))
 
 
-def filled(form, *, packs=True, dtype=torch.bfloat16):
+def filled(form, *, packs=True):
     """Return a component of :class:`Tied`; its module without slots that pack if not ``packs``."""
     torch.manual_seed(1)
     module = Tied(form).requires_grad_(False)
-    values = {name: value.to(dtype) for name, value in module.state_dict().items()}
+    values = {name: value.bfloat16() for name, value in module.state_dict().items()}
     if not packs:
-        return module.to(dtype)
-    component = Component("it", None, module, dtype, CPU)
+        return module.bfloat16()
+    component = Component("it", None, module, torch.bfloat16, CPU)
     for name, slot in component.slots.items():
         slot.update(values[name.removeprefix("it.")], 0)
     return component
@@ -60,16 +59,6 @@ def test_results_are_those_of_the_modules(form):
         for rows in ((3,), (2, 5), (0,), ()):
             x = normal(7, torch.bfloat16, *rows, 8)
             torch.testing.assert_close(component.module(x), theirs(x), **CLOSE)
-
-
-def test_float32_is_packed_with_avx512_alone():
-    theirs, x = filled("tanh", packs=False, dtype=torch.float32), normal(7, torch.float32, 3, 8)
-    for isa in instruction_sets():
-        component = filled("tanh", dtype=torch.float32)
-        is_packed = type(component.slots["it.last.weight"]) is PackedSlot
-        assert is_packed == (isa in ("avx512", "avx512bf16", "amx"))
-        with torch.inference_mode():
-            torch.testing.assert_close(component.module(x), theirs(x))
 
 
 def test_columns_may_lie_apart():
