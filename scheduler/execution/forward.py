@@ -93,6 +93,10 @@ class SpecialRows:
     """int64 [N, M]: `token_ids_logprob`, padded with token 0."""
     num_counters: int
     """Number of counters that the table must have."""
+    only_edits: bool
+    """True if penalties, biases and allowed tokens are all there is."""
+    repeats: bool
+    """True if the next step of the same rows has the same edits, and no others."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,8 @@ Invariants:
   prompt. Steps add what they sample on the forward stream, so the next one knows it before the host does.
 - The table of counters grows by doubling, 4 bytes per token of the vocabulary for each request with penalties
   that ran at once, and does not shrink.
-- What is computed for a row depends on that row alone.
+- What is computed for a row depends on that row alone, and is the same bits by torch and by the compiled
+  sampler, which makes the edits itself while no row needs more than penalties, biases and allowed tokens.
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct.generate import MAX_TOP_LOGPROBS
+from ..kernels.native import LogitEdits, Sampling
 from ..layers.logits_processor import SharedLogits
 from .forward import FurtherLogprobs, InputTokens, SamplingBatch, SpecialRows
 from .sampler import Sampler, SamplerOutput
@@ -45,23 +47,23 @@ class TokenCounters:
     """How often each token stands in the prompt and the output of the requests that have penalties."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def begin(self, rows: SpecialRows) -> None:
         """Start the outdated counters anew."""
-        missing = rows.num_counters - len(self._table)
+        missing = rows.num_counters - len(self.table)
         if missing > 0:
-            added = max(missing, len(self._table))
-            self._table = torch.cat([self._table, self._table.new_zeros((added, self._table.shape[1]))])
+            added = max(missing, len(self.table))
+            self.table = torch.cat([self.table, self.table.new_zeros((added, self.table.shape[1]))])
         if len(rows.restarted):
-            self._table.index_fill_(0, rows.restarted, 0)
-            flat = self._table.view(-1)
+            self.table.index_fill_(0, rows.restarted, 0)
+            flat = self.table.view(-1)
             flat.index_fill_(0, rows.prompt_at, 1)
             flat.index_add_(0, rows.output_at, torch.full_like(rows.output_at, 2, dtype=torch.int32))
 
     def penalise(self, logits: Tensor, rows: SpecialRows, part: slice) -> None:
         """Apply the penalties of the rows ``part`` to their ``logits`` [p, V], in place."""
-        counts = self._table.index_select(0, rows.counters[part])
+        counts = self.table.index_select(0, rows.counters[part])
         in_output = counts >> 1
         logits -= rows.frequency[part, None] * in_output
         logits -= rows.presence[part, None] * (in_output > 0)
@@ -69,8 +71,8 @@ class TokenCounters:
         torch.where(logits > 0, logits / factor, logits * factor, out=logits)
 
     def add(self, rows: SpecialRows, tokens: Tensor) -> None:
-        at = rows.counters * self._table.shape[1] + tokens
-        self._table.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
+        at = rows.counters * self.table.shape[1] + tokens
+        self.table.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
 
 
 class SpecialSampler:
@@ -95,6 +97,8 @@ class SpecialSampler:
         before: Tensor | None = None,
     ) -> SamplerOutput:
         """Sample from ``logits`` [S, V]; ``before``, int64 [S], are the tokens before, for ``word_ends``."""
+        if self.in_one_call(batch) and isinstance(logits, Tensor):
+            return self._ordinary.sample(logits, batch, self._edits(rows, len(logits)))
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
@@ -110,6 +114,35 @@ class SpecialSampler:
         if further:
             out.further = joined(further)
         return out
+
+    def in_one_call(self, batch: SamplingBatch) -> bool:
+        """Return True if the compiled sampler makes all edits of ``batch``."""
+        is_plain = batch.special is None or batch.special.only_edits
+        return is_plain and self._ordinary.compiled is not None
+
+    def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
+        """Return what :meth:`Sampler.arguments` does, for rows whose edits :meth:`in_one_call` has."""
+        edits = None if batch.special is None else self._edits(batch.special, len(logits))
+        return self._ordinary.arguments(logits, batch, edits)
+
+    def _edits(self, rows: SpecialRows, count: int) -> LogitEdits:
+        """Return the edits of a step of ``count`` rows, whose sampling adds to the counters."""
+        assert self._ordinary.compiled is not None
+        self._counters.begin(rows)
+        places, edited = torch.full((count,), -1), len(rows.rows)
+        places[rows.rows] = torch.arange(edited)
+        if rows.allowed_ids is not None and rows.restricted is not None:
+            allowed = rows.allowed_ids, rows.restricted
+        else:
+            allowed = rows.rows.new_empty((edited, 0)), torch.zeros(edited, dtype=torch.bool)
+        return self._ordinary.compiled.edits(
+            places,
+            (rows.repetition, rows.frequency, rows.presence),
+            rows.counters,
+            self._counters.table,
+            (rows.bias_ids, rows.bias),
+            allowed,
+        )
 
     def warm_up(self, batch: SamplingBatch) -> None:
         """Compile what the first special row would wait for; ``batch`` has one row."""
@@ -157,7 +190,8 @@ class SpecialSampler:
         if out.sampled_logprobs is not None and sampled.sampled_logprobs is not None:
             out.sampled_logprobs[index] = sampled.sampled_logprobs
         if out.raw_logprobs is not None:
-            out.raw_logprobs[index] = _raw(unedited, sampled)
+            raw = self._ordinary.logprobs_of(unedited, sampled.token_ids.clamp_min(0))
+            out.raw_logprobs[index] = raw.where(sampled.token_ids >= 0, torch.nan)
         if chosen.start == chosen.stop:
             return []
         temperature = selected.temperature[local, None]
@@ -252,12 +286,6 @@ def _unpacked(words: Tensor, count: int) -> Tensor:
         return torch.from_numpy(np.unpackbits(packed, 1, count, bitorder="little")).view(torch.bool)
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     return bits.flatten(1)[:, :count].bool()
-
-
-def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:
-    """Return the log-softmax [c] of ``logits`` [c, V] at the sampled tokens; NaN where there is none."""
-    found = torch.log_softmax(logits.float(), 1).gather(1, sampled.token_ids.clamp_min(0)[:, None])[:, 0]
-    return found.where(sampled.token_ids >= 0, torch.nan)
 
 
 def input_logprobs(

@@ -146,7 +146,7 @@ class ModelRunner:
         self._plan(batch)
         if batch.known is None:
             last.input_ids[:] = self._host_tokens[last.slots]
-        sampled = self.model.sample(batch, self.backend, self.sampler)
+        sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is None:
             return None
         if sampled is not last.sampled:
@@ -270,12 +270,12 @@ class ModelRunner:
 
     def _sample_in_one_call(self, batch: ForwardBatch) -> SamplerOutput | None:
         """Compute a step with its head and sampler; None if the model or a row needs more for it."""
-        more = batch.inputs, batch.hidden, batch.adapters, batch.sampling.special
-        possible = self.sampler.is_compiled and batch.sample_slots.shape[0] > 0
+        more = batch.inputs, batch.hidden, batch.adapters
+        possible = self._special.in_one_call(batch.sampling) and batch.sample_slots.shape[0] > 0
         if not possible or any(each is not None for each in more):
             return None
         self._take_tokens(batch)
-        sampled = self.model.sample(batch, self.backend, self.sampler)
+        sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is not None:
             self._record_experts(batch)
             self._keep_tokens(batch, sampled)

@@ -28,6 +28,7 @@ there is neither.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import TORCH, TRITON, best
-from ..kernels.native import Sampling
+from ..kernels.native import LogitEdits, Sampling
 from ..kernels.sampler import RowSampler
 from ..layers.logits_processor import SharedLogits
 from .forward import FurtherLogprobs, SamplingBatch
@@ -114,6 +115,10 @@ class SamplerOutput:
         )
 
 
+SamplingArguments = Callable[[Tensor, SamplingBatch], tuple[SamplerOutput, Sampling]]
+"""Returns memory for the results of logits [S, V], and the compiled sampler's arguments."""
+
+
 @dataclass(slots=True)
 class _Probabilities:
     """A chunk's c rows; the first two are views of the workspaces [c, W], W being the padded vocabulary."""
@@ -179,8 +184,13 @@ class Sampler:
         self._probs = torch.zeros((held, width), device=device)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor | SharedLogits, batch: SamplingBatch) -> SamplerOutput:
-        """Sample every row of ``logits`` [S, V]; the host waits for nothing that a device computes."""
+    def sample(
+        self, logits: Tensor | SharedLogits, batch: SamplingBatch, edits: LogitEdits | None = None
+    ) -> SamplerOutput:
+        """Sample every row of ``logits`` [S, V]; the host waits for nothing that a device computes.
+
+        ``edits`` are for the compiled sampler.
+        """
         if isinstance(logits, SharedLogits):
             return self._sample_share(logits, batch)
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
@@ -192,7 +202,7 @@ class Sampler:
             out = self._sample_triton(self._triton, logits, batch)
             return out if batch.given is None else self._with_given(logits, batch, batch.given, out)
         if self._compiled is not None:
-            out, arguments = self.arguments(logits, batch)
+            out, arguments = self.arguments(logits, batch, edits)
             self._compiled.sample(arguments, self.dtype)
             return out
         rows = logits.shape[0]
@@ -219,7 +229,9 @@ class Sampler:
             sampled_logprobs=others.pop(0) if batch.want_sampled else None,
         )
 
-    def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
+    def arguments(
+        self, logits: Tensor, batch: SamplingBatch, edits: LogitEdits | None = None
+    ) -> tuple[SamplerOutput, Sampling]:
         """Return memory for results, and the compiled sampler's arguments; both must outlive its call."""
         assert self._compiled is not None
         out = SamplerOutput.empty(logits.shape[0], logits.device, batch)
@@ -238,11 +250,12 @@ class Sampler:
             min_p=batch.min_p if filtered else None,
             last_kept=out.last_kept,
             given=batch.given,
+            edits=edits,
         )
 
     @property
-    def is_compiled(self) -> bool:
-        return self._compiled is not None
+    def compiled(self) -> RowSampler | None:
+        return self._compiled
 
     def logprobs_of(self, logits: Tensor, targets: Tensor, known: Tensor | None = None) -> Tensor:
         """Return float32 [S]: the log-softmax of ``logits`` [S, V], ``known`` or not, at ``targets``."""

@@ -42,7 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NO_AVX2 = "this processor has no AVX2 with FMA and F16C"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 29
+_ABI = 30
 """Version of the C interface, equal to native.cpp's; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -77,6 +77,19 @@ class DeltaArguments(ctypes.Structure):
     ]
 
 
+class LogitEdits(ctypes.Structure):
+    """``LogitEdits`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        *(("rows", SIZE), ("places", POINTER), ("penalised", SIZE)),
+        *_all(POINTER, "repetition frequency presence counters counts"),
+        *(("biases", SIZE), ("bias_ids", POINTER), ("bias", POINTER)),
+        *(("allowed", SIZE), ("allowed_ids", POINTER), ("restricted", POINTER)),
+    ]
+    kept: object
+    """Owners of the memory at these addresses."""
+
+
 class Sampling(ctypes.Structure):
     """``Sampling`` of ``cpu/operations.h``."""
 
@@ -84,7 +97,8 @@ class Sampling(ctypes.Structure):
         ("logits", POINTER),
         *_all(SIZE, "stride rows vocabulary"),
         *_all(POINTER, "temperature greedy uniforms tokens logprobs raw_logprobs sampled_logprobs"),
-        *_all(POINTER, "top_k top_p min_p last_kept given workspace"),
+        *_all(POINTER, "top_k top_p min_p last_kept given"),
+        *(("edits", ctypes.POINTER(LogitEdits)), ("workspace", POINTER)),
     ]
 
 
@@ -140,6 +154,7 @@ def _library() -> ctypes.CDLL | str:
     sizes = {
         "decoder step": ctypes.sizeof(DecoderStep),
         "layer form": ctypes.sizeof(LayerForm),
+        "logit edits": ctypes.sizeof(LogitEdits),
         "sampling": ctypes.sizeof(Sampling),
         "layer tensors": LAYER_POINTERS * ctypes.sizeof(POINTER),
     }

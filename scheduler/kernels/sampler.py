@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..memory.workspace import Workspace
 from . import native
-from .native import INT, POINTER, SIZE, Sampling
+from .native import INT, POINTER, SIZE, LogitEdits, Sampling
 
 _SAMPLE = native.by_dtype("caesura_sample", POINTER, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
@@ -41,6 +41,7 @@ class RowSampler:
         min_p: Tensor | None = None,
         last_kept: Tensor | None = None,
         given: Tensor | None = None,
+        edits: LogitEdits | None = None,
     ) -> Sampling:
         """Return what samples ``logits`` into the last four positional arguments, and into ``last_kept``.
 
@@ -60,6 +61,7 @@ class RowSampler:
             last_kept: int64 [S], the last kept token in descending order; -1 where all are or not finite; or
                 None.
             given: int64 [S], tokens that are not drawn; -1 where one is; or None.
+            edits: those of S rows (:meth:`edits`), or None.
         """
         per_row = (
             (temperature, torch.float32),
@@ -78,13 +80,60 @@ class RowSampler:
         self._check(logits, per_row)
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
             raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
+        if edits is not None and edits.rows != logits.shape[0]:
+            raise ValueError(f"edits of {edits.rows} rows do not fit {logits.shape[0]} rows of logits")
         # What no row needs of it is address space, not memory.
         size = torch.get_num_threads(), _workspace_size(self._vocab_size)
         memory = self._workspace.take("rows", size, torch.float64)
         return Sampling(
             logits.data_ptr(), logits.stride(0), logits.shape[0], self._vocab_size,
-            *(None if t is None else t.data_ptr() for t, _ in per_row), memory.data_ptr(),
+            *(None if t is None else t.data_ptr() for t, _ in per_row),
+            None if edits is None else ctypes.pointer(edits), memory.data_ptr(),
         )  # fmt: skip
+
+    def edits(
+        self,
+        places: Tensor,
+        penalties: Sequence[Tensor],
+        counters: Tensor,
+        counts: Tensor,
+        biases: tuple[Tensor, Tensor],
+        allowed: tuple[Tensor, Tensor],
+    ) -> LogitEdits:
+        """Return what edits rows before they are sampled; it keeps the tensors. Ids in them are not checked.
+
+        Args:
+            places: int64 [S], of a row among the E edited ones, whose first P have penalties; -1: not edited.
+            penalties: repetition, frequency and presence penalties, float32 [P] each.
+            counters: int64 [P], rows of ``counts``, each once.
+            counts: int32 [.., V]: twice how often a token stands in the output, plus one if it stands in the
+                prompt; sampling adds what it samples.
+            biases: token ids, int64 [E, B], and what is added to their logits, float32 [E, B].
+            allowed: token ids, int64 [E, A], and for each row True if it may have no others, bool [E].
+        """
+        (ids, values), (allowed_ids, restricted) = biases, allowed
+        edited, held = len(ids), len(counters)
+        expected = (
+            (places, (len(places),), torch.int64),
+            *((each, (held,), torch.float32) for each in penalties),
+            (counters, (held,), torch.int64),
+            (counts, (len(counts), self._vocab_size), torch.int32),
+            (ids, (edited, ids.shape[-1]), torch.int64),
+            (values, tuple(ids.shape), torch.float32),
+            (allowed_ids, (edited, allowed_ids.shape[-1]), torch.int64),
+            (restricted, (edited,), torch.bool),
+        )
+        if held > edited or not all(
+            t.shape == shape and t.dtype == dtype and t.is_contiguous() for t, shape, dtype in expected
+        ):
+            raise ValueError(f"edits do not fit: {[(t.dtype, tuple(t.shape)) for t, _, _ in expected]}")
+        made = LogitEdits(
+            len(places), places.data_ptr(), held, *(t.data_ptr() for t in (*penalties, counters, counts)),
+            ids.shape[1], ids.data_ptr(), values.data_ptr(),
+            allowed_ids.shape[1], allowed_ids.data_ptr(), restricted.data_ptr(),
+        )  # fmt: skip
+        made.kept = expected
+        return made
 
     def _check(self, logits: Tensor, per_row: Sequence[tuple[Tensor | None, torch.dtype]]) -> None:
         rows = logits.shape[0]

@@ -20,7 +20,7 @@ from . import multimodal
 from .config import ModelConfig
 
 if TYPE_CHECKING:
-    from ..execution.sampler import Sampler, SamplerOutput
+    from ..execution.sampler import SamplerOutput, SamplingArguments
 
 _Result = TypeVar("_Result")
 
@@ -97,7 +97,7 @@ class CausalLM(Weights):
         """Return [S, hidden] after the final norm, for a planned step, under ``torch.inference_mode``."""
 
     def sample(
-        self, batch: ForwardBatch, backend: AttentionBackend, sampler: "Sampler"
+        self, batch: ForwardBatch, backend: AttentionBackend, arguments: "SamplingArguments"
     ) -> "SamplerOutput | None":
         """Compute a planned step up to its tokens in one call; None if that is not possible."""
         return None

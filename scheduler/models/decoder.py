@@ -37,7 +37,7 @@ from .fused_decoder import FusedDecoder
 from .multimodal import is_vision_tensor
 
 if TYPE_CHECKING:
-    from ..execution.sampler import Sampler, SamplerOutput
+    from ..execution.sampler import SamplerOutput, SamplingArguments
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers of old checkpoints that follow from the config."""
@@ -276,7 +276,7 @@ class DecoderForCausalLM(CausalLM):
         return result_of(self.forward_by_layer(batch, backend))
 
     def sample(
-        self, batch: ForwardBatch, backend: AttentionBackend, sampler: "Sampler"
+        self, batch: ForwardBatch, backend: AttentionBackend, arguments: "SamplingArguments"
     ) -> "SamplerOutput | None":
         if self._kernel is None or not self._samples or backend.paged is None:
             return None
@@ -287,7 +287,7 @@ class DecoderForCausalLM(CausalLM):
             return last.output
         angles = self._angles(batch)
         logits = self.logits_processor.memory(batch.sample_tokens.shape[0])
-        out, sampling = sampler.arguments(logits, batch.sampling)
+        out, sampling = arguments(logits, batch.sampling)
         self._in_one_call(self._kernel, angles, batch, backend.paged, sampling)
         if self._embed.table is not None:
             self._sampled = _Sampled(batch, out, min(len(cos) for cos, _ in angles))

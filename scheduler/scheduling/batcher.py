@@ -689,8 +689,10 @@ class Batcher:
 
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         forward, sampling = batch.forward, batch.forward.sampling
-        more = forward.window_slots, forward.adapters, sampling.special, sampling.given
+        more = forward.window_slots, forward.adapters, sampling.given
         if batch.drafts is not None or any(each is not None for each in more):
+            return False
+        if sampling.special is not None and not sampling.special.repeats:
             return False
         if forward.states is not None and not forward.states.in_place:
             return False

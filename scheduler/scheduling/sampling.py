@@ -389,12 +389,14 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
     restarted = penalised[out_of_date]
     assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
     prompts, outputs = _history(table, restarted)
-    bias_ids, bias = _biases(columns, slots, positions)
+    too_early = positions < columns.may_stop_at[slots]
+    bias_ids, bias = _biases(columns, slots, too_early)
     allowed = columns.allowed.first_padded(slots)
     ends = _word_ends(table, slots, positions) if columns.words else None
     grammar = _grammar_masks(table, slots, positions) if columns.grammars else None
     top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
+    only_edits = ends is None and grammar is None and not len(wants)
     return SpecialRows(
         rows=torch.from_numpy(rows),
         repetition=torch.from_numpy(columns.repetition[penalised]),
@@ -418,16 +420,17 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         num_masked=int(masked.sum()),
         token_ids=torch.from_numpy(columns.token_ids.of(slots[wants])[0]),
         num_counters=columns.num_counters,
+        only_edits=only_edits,
+        repeats=only_edits and not (len(restarted) or too_early.any() or columns.words),
     )
 
 
 def _biases(
-    columns: SamplingColumns, slots: np.ndarray, positions: np.ndarray
+    columns: SamplingColumns, slots: np.ndarray, too_early: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(token ids, values to add to their logits)``, [E, B]: biases, and -inf for early stops."""
     ids, values = columns.bias.of(slots)
     stop_ids, forbidden = columns.stops.of(slots)
-    too_early = positions < columns.may_stop_at[slots]
     if not too_early.any():
         return ids, values
     forbidden = np.where(too_early[:, None], forbidden, np.float32(0.0))

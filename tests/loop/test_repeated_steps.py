@@ -29,7 +29,7 @@ def assert_equal(one: Any, two: Any) -> None:
             assert torch.equal(value, other), name
         elif isinstance(value, np.ndarray):
             assert np.array_equal(value, other), name
-        elif name in ("forward", "sampling", "states") and value is not None:
+        elif name in ("forward", "sampling", "special", "states") and value is not None:
             assert_equal(value, other)
         else:
             assert value == other, name
@@ -39,13 +39,15 @@ class Compared:
     """Builds each repeated step once more, as if there were none before it."""
 
     def __init__(self, batcher: Batcher) -> None:
-        self.count, self._batcher, self._repeated = 0, batcher, batcher._repeated
+        self.count = self.edited = 0
+        self._batcher, self._repeated = batcher, batcher._repeated
         batcher._repeated = self
 
     def __call__(self, last: Any) -> Any:
         found = self._repeated(last)
         assert_equal(found, self._batcher._build(found.slots, [], None))
         self.count += 1
+        self.edited += found.forward.sampling.special is not None
         return found
 
 
@@ -65,12 +67,14 @@ def test_a_repeated_step_is_the_one_that_would_be_built(folder, depth, speculati
     options: list[dict[str, Any]] = [
         {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 0.0},
         {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.5},
+        {"temperature": 1.0, "logit_bias": {7: 2.0}, "min_new_tokens": 20},
+        {"temperature": 1.0, "bad_words_ids": [[3, 4]]},
     ]  # fmt: skip
     sizes = {"pipeline_depth": depth, "max_running_requests": 6, "kv_pool_tokens": 512}
     with EngineDriver(folder, speculation=speculation, **sizes) as driver:
         compared = Compared(driver.engine.batcher)
         for number in range(40):
-            chosen = rng.choices(options, [8, 3, 3, 3, 1])[0]
+            chosen = rng.choices(options, [8, 3, 3, 3, 3, 2, 1])[0]
             limit = rng.randint(1, 60)
             params = SamplingParams(max_new_tokens=limit, seed=number, ignore_eos=True, **chosen)
             driver.generate(prompt_of(rng.randint(1, 40), number), sampling_params=params)
@@ -80,6 +84,7 @@ def test_a_repeated_step_is_the_one_that_would_be_built(folder, depth, speculati
                 driver.go_on()
         driver.run_until_idle()
     assert compared.count > 100
+    assert compared.edited > 20
 
 
 def played(driver: EngineDriver, *, moving: bool) -> tuple[list[Any], int]:
@@ -88,7 +93,10 @@ def played(driver: EngineDriver, *, moving: bool) -> tuple[list[Any], int]:
     options = {"return_raw_logprob": True, "return_sampled_logprob": True}
     rids = []
     for number in range(4):
-        params = SamplingParams(max_new_tokens=30 + 3 * number, seed=number, ignore_eos=True, top_k=20)
+        edits: dict[str, Any] = {"frequency_penalty": 0.4, "logit_bias": {9: 1.5}} if number % 2 else {}
+        params = SamplingParams(
+            max_new_tokens=30 + 3 * number, seed=number, ignore_eos=True, top_k=20, **edits
+        )
         rids.append(driver.generate(prompt_of(5 * number + 1, number), sampling_params=params, **options))
     again = 0
     for _ in range(50):

@@ -297,6 +297,7 @@ def _rows(**fields: Any) -> SpecialRows:
     values: dict[str, Any] = dict.fromkeys(("repetition", "frequency", "presence"), none)
     values |= dict.fromkeys(("counters", "restarted", "prompt_at", "output_at"), ids)
     values |= dict.fromkeys(("top", "num_masked", "num_counters"), 0)
+    values |= dict.fromkeys(("only_edits", "repeats"), False)
     return SpecialRows(**{**values, **fields})
 
 

@@ -61,10 +61,11 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 29; }
+CAESURA_API int caesura_abi() { return 30; }
 
 // Compared with that of the structure in native.py: one that is too short would be read beyond its end.
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }
 CAESURA_API int caesura_layer_tensors_bytes() { return sizeof(caesura::LayerTensors); }
+CAESURA_API int caesura_logit_edits_bytes() { return sizeof(caesura::LogitEdits); }
 CAESURA_API int caesura_sampling_bytes() { return sizeof(caesura::Sampling); }
 CAESURA_API int caesura_layer_form_bytes() { return sizeof(caesura::LayerForm); }

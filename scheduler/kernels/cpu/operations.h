@@ -260,6 +260,23 @@ struct Delta : DeltaArguments {
     void* out;  // [rows, value heads, value_size]
 };
 
+// Edits of some rows' logits: execution/logit_edits.py has the definitions. The first of the edited rows have penalties. In the
+// order of kernels/native.py.
+struct LogitEdits {
+    int64_t rows;           // of the step
+    const int64_t* places;  // [rows]: among the edited ones; -1: not edited
+    int64_t penalised;
+    const float *repetition, *frequency, *presence;  // [penalised]
+    const int64_t* counters;                         // [penalised]: rows of `counts`
+    int32_t* counts;  // [counters, vocabulary]: twice how often a token stands in the output, plus one if it does in the prompt
+    int64_t biases;
+    const int64_t* bias_ids;  // [edited, biases]
+    const float* bias;
+    int64_t allowed;
+    const int64_t* allowed_ids;  // [edited, allowed]: all that `restricted` rows may have
+    const uint8_t* restricted;   // [edited]
+};
+
 // One token for each row of logits, with its log-probabilities: sampler.cpp. In the order of kernels/native.py.
 struct Sampling {
     void* logits;
@@ -276,6 +293,7 @@ struct Sampling {
     const float* min_p;       // nullptr: all 0
     int64_t* last_kept;       // nullptr: not wanted. The last token in descending order that the filters keep; -1: all are kept
     const int64_t* given;     // nullptr: all are drawn. The row's token instead of one that is drawn; -1: none
+    const LogitEdits* edits;  // nullptr: no row is edited
     double* workspace;        // caesura_sample_workspace() for each thread
 };
 

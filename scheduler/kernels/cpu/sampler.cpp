@@ -180,9 +180,39 @@ static Filter filter_of(const Sampling& a, int64_t row) {
     return {smaller(top_k, a.vocabulary), (double)a.top_p[row], a.min_p ? a.min_p[row] : 0.0f};
 }
 
+// The row's logits after its edits, in `to`. `kept` holds as many floats.
 template <class E>
-static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
-    const E* logits = (const E*)a.logits + row * a.stride;
+static void edit_row(const LogitEdits& edits, int64_t place, const E* logits, int64_t vocabulary, float* to, float* kept) {
+    for (int64_t i = 0; i < vocabulary; i++) to[i] = to_float(logits[i]);
+    if (place < edits.penalised) {
+        const int32_t* counts = edits.counts + edits.counters[place] * vocabulary;
+        const float repetition = edits.repetition[place], frequency = edits.frequency[place], presence = edits.presence[place];
+        for (int64_t i = 0; i < vocabulary; i++) {
+            if (counts[i] == 0) continue;
+            const int32_t times = counts[i] >> 1;
+            const float x = to[i] - frequency * (float)times - presence * (float)(times > 0);
+            to[i] = x > 0 ? x / repetition : x * repetition;
+        }
+    }
+    const int64_t* ids = edits.bias_ids + place * edits.biases;
+    for (int64_t i = 0; i < edits.biases; i++) to[ids[i]] += edits.bias[place * edits.biases + i];
+    if (edits.allowed == 0 || !edits.restricted[place]) return;
+    ids = edits.allowed_ids + place * edits.allowed;
+    for (int64_t i = 0; i < edits.allowed; i++) kept[i] = to[ids[i]];
+    for (int64_t i = 0; i < vocabulary; i++) to[i] = -INFINITY;
+    for (int64_t i = 0; i < edits.allowed; i++) to[ids[i]] = kept[i];
+}
+
+// The log-probability of a token among logits as they are given.
+template <class E>
+static float raw_logprob(const E* logits, int64_t vocabulary, int64_t token, double* maxima) {
+    const float largest = largest_logit(logits, vocabulary, maxima);
+    const double total = sums(logits, vocabulary, 1.0f, largest, (double*)nullptr);
+    return (float)((double)to_float(logits[token]) - (double)largest - std::log(total));
+}
+
+template <class E>
+static void sample_from(const Sampling& a, const E* logits, int64_t row, const Workspace& work, bool edited) {
     const bool greedy = a.greedy[row];
     const Filter filter = filter_of(a, row);
     const bool filtered = filter.active(a.vocabulary);
@@ -227,10 +257,23 @@ static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
     a.logprobs[row] = (float)(distance - std::log(total));
     if (a.sampled_logprobs)
         a.sampled_logprobs[row] = !is_kept ? -INFINITY : greedy ? 0.0f : (float)(distance - std::log(kept));
-    if (!a.raw_logprobs) return;
+    if (!a.raw_logprobs || edited) return;
     const double raw_total =
         temperature == 1.0f ? total : sums(logits, a.vocabulary, 1.0f, raw_largest, (double*)nullptr);
     a.raw_logprobs[row] = (float)((double)logit - (double)raw_largest - std::log(raw_total));
+}
+
+template <class E>
+static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
+    const E* logits = (const E*)a.logits + row * a.stride;
+    const int64_t place = a.edits ? a.edits->places[row] : -1;
+    if (place < 0) return sample_from(a, logits, row, work, false);
+    const LogitEdits& edits = *a.edits;
+    edit_row(edits, place, logits, a.vocabulary, work.edited, (float*)work.items);
+    sample_from(a, work.edited, row, work, true);
+    const int64_t token = a.tokens[row];
+    if (a.raw_logprobs && token >= 0) a.raw_logprobs[row] = raw_logprob(logits, a.vocabulary, token, work.blocks);
+    if (place < edits.penalised) edits.counts[edits.counters[place] * a.vocabulary + larger(token, 0)] += 2;
 }
 
 }  // namespace CAESURA_ISA

@@ -32,11 +32,12 @@ struct Workspace {
     Bucket* buckets;    // [MAX_BUCKETS]
     uint64_t* items;    // [vocabulary]
     uint64_t* scratch;  // [vocabulary]
+    float* edited;      // [vocabulary], of a row whose logits are edited
 
-    static int64_t size(int64_t vocabulary, int64_t blocks) { return blocks + 2 * MAX_BUCKETS + 2 * vocabulary; }
+    static int64_t size(int64_t vocabulary, int64_t blocks) { return blocks + 2 * MAX_BUCKETS + 3 * vocabulary; }
     Workspace(double* start, int64_t vocabulary, int64_t blocks)
         : blocks(start), buckets((Bucket*)(start + blocks)), items((uint64_t*)(buckets + MAX_BUCKETS)),
-          scratch(items + vocabulary) {}
+          scratch(items + vocabulary), edited((float*)(scratch + vocabulary)) {}
 };
 
 // A token whose unsigned order is descending by value, then ascending by index. 0 and -0 are the same value.

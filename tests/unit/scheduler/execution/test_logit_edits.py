@@ -23,13 +23,15 @@ HUNDREDTHS = st.integers(-200, 200).map(lambda n: n / 100)
 
 
 @st.composite
-def messages(draw) -> GenerateReqInput:
+def messages(draw, *, only_edits: bool = False) -> GenerateReqInput:
+    """``only_edits``: no words, and nothing but the token is wanted."""
     tokens = st.integers(0, VOCAB - 1)
     bias = st.dictionaries(tokens, HUNDREDTHS | st.just(-math.inf), max_size=5)
     # Few tokens, so that samples meet words; fewer than biases and stops leave.
     word = st.lists(st.integers(0, 2), min_size=2, max_size=4)
     # More than biases and stops can forbid.
     allowed = st.lists(tokens, unique=True, min_size=10)
+    more = st.just(0) if only_edits else st.integers(0, 1)
     return GenerateReqInput(
         input_ids=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)),
         sampling_params=SamplingParams(
@@ -40,15 +42,15 @@ def messages(draw) -> GenerateReqInput:
             frequency_penalty=draw(st.just(0.0) | HUNDREDTHS),
             presence_penalty=draw(st.just(0.0) | HUNDREDTHS),
             logit_bias=draw(st.none() | bias),
-            bad_words_ids=draw(st.none() | st.lists(word, max_size=4)),
+            bad_words_ids=draw(more) * draw(st.lists(word, max_size=4)) or None,
             allowed_token_ids=draw(st.none() | st.none() | allowed),
             min_new_tokens=draw(st.sampled_from([0, 0, 2, 5])),
             stop_token_ids=draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
         ),
         return_logprob=True,
         return_raw_logprob=draw(st.booleans()),
-        top_logprobs_num=draw(st.sampled_from([0, 0, 1, 4])),
-        token_ids_logprob=draw(st.none() | st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        top_logprobs_num=draw(more) * draw(st.sampled_from([1, 4])),
+        token_ids_logprob=draw(more) * draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)) or None,
     )
 
 
@@ -60,8 +62,10 @@ class World:
         self.dtype = dtype
         ordinary = Sampler(VOCAB, SLOTS, "cpu", dtype)
         self.sampler, self.ordinary = SpecialSampler(ordinary, VOCAB, torch.device("cpu")), ordinary
+        self.in_torch = SpecialSampler(ordinary, VOCAB, torch.device("cpu"))
+        self.in_torch.in_one_call = lambda batch: False
         # A chunk of two rows, so that a step needs several.
-        self.sampler.chunk_rows = 2
+        self.sampler.chunk_rows = self.in_torch.chunk_rows = 2
         self.messages = sent
         self.outputs: list[list[int]] = [[] for _ in sent]
         self.pending: list[tuple[int, int]] = []
@@ -96,7 +100,13 @@ class World:
             out = self.ordinary.sample(logits, batch)
         else:
             last = [(self.messages[n].input_ids + self.outputs[n])[-1] for n in members]
-            out = self.sampler.sample(logits, batch, batch.special, torch.tensor(last))
+            out, same = (
+                sampler.sample(logits, batch, batch.special, torch.tensor(last))
+                for sampler in (self.sampler, self.in_torch)
+            )
+            for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
+                one, other = getattr(out, name), getattr(same, name)
+                assert (one is None and other is None) or torch.equal(one, other), name
         assert torch.equal(logits, before), "the logits are others' business"
         self.table.sampling.counted[slots] = np.asarray(known) + 1
         self.land()
@@ -147,7 +157,7 @@ class World:
 
 @settings(max_examples=examples(60))
 @given(
-    sent=st.lists(messages(), min_size=1, max_size=SLOTS),
+    sent=st.booleans().flatmap(lambda only: st.lists(messages(only_edits=only), min_size=1, max_size=SLOTS)),
     events=st.lists(
         st.sampled_from(["step", "step", "step", "some", "lose", "retract"]), min_size=4, max_size=14
     ),

@@ -185,7 +185,7 @@ def test_head_and_sampler_in_the_same_call(models, family, dtype):
             pool, backend = attention(model, dtype)
             with torch.inference_mode():
                 backend.plan(batch)
-                out = model.sample(batch, backend, sampler)
+                out = model.sample(batch, backend, sampler.arguments)
         if family.endswith(("-int4", "-mxfp4")):
             assert out is None, "its head has another form of scaled weights"
             continue

@@ -301,3 +301,28 @@ def test_tensors_that_do_not_fit_are_refused(change, filtered):
         pytest.skip("it has no filters")
     with pytest.raises(ValueError, match="do not fit"):
         RowSampler(10).arguments(**(given | (filters if filtered else {}) | change))
+
+
+@pytest.mark.parametrize("change", [
+    {"places": torch.zeros(3)}, {"counters": torch.zeros(3, dtype=torch.int64)},
+    {"counters": torch.zeros(2, dtype=torch.int32)}, {"counts": torch.zeros((5, 9), dtype=torch.int32)},
+    {"counts": torch.zeros((10, 5), dtype=torch.int32).T}, {"penalties": [torch.ones(3)] * 3},
+    {"biases": (torch.zeros((2, 3), dtype=torch.int64), torch.zeros(2, 2))},
+    {"biases": (torch.zeros((1, 3), dtype=torch.int64), torch.zeros(1, 3))},
+    {"allowed": (torch.zeros((2, 3), dtype=torch.int64), torch.zeros(1, dtype=torch.bool))},
+    {"allowed": (torch.zeros((3, 3), dtype=torch.int64), torch.zeros(2, dtype=torch.bool))},
+])  # fmt: skip
+def test_edits_that_do_not_fit_are_refused(change):
+    none = torch.zeros((2, 0), dtype=torch.int64)
+    given = {
+        "places": torch.tensor([0, -1, 1]), "penalties": [torch.ones(2), torch.zeros(2), torch.zeros(2)],
+        "counters": torch.tensor([4, 0]), "counts": torch.zeros((5, 10), dtype=torch.int32),
+        "biases": (none, torch.zeros(2, 0)), "allowed": (none, torch.zeros(2, dtype=torch.bool)),
+    }  # fmt: skip
+    sampler = RowSampler(10)
+    with pytest.raises(ValueError, match="do not fit"):
+        sampler.edits(**(given | change))
+    rows = torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2).double()
+    results = torch.zeros(2, dtype=torch.int64), torch.zeros(2), None
+    with pytest.raises(ValueError, match="edits of 3 rows do not fit"):
+        sampler.arguments(torch.zeros(2, 10), *rows, *results, edits=sampler.edits(**given))

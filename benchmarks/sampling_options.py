@@ -1,0 +1,86 @@
+"""Rollouts with an option of sampling beside plain ones: what it costs to ask for it.
+
+One engine has all ways in turns. ``one``: the last of the options, by the first request of a rollout alone.
+
+    python benchmarks/sampling_options.py --shape tiny --json options.json
+"""
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from architectures import ARCHITECTURES
+from checkpoints import write_checkpoint
+from harness.script import begin, in_turns, parser, table, write_json
+from harness.workload import WORKLOADS, Workload
+from rich.console import Console
+
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
+    "logit_bias": {"logit_bias": {5: 1.0}},
+    "min_new_tokens": {"min_new_tokens": 20, "stop_token_ids": [2]},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+}
+"""Parameters of sampling by the option's name."""
+RECORDS: dict[str, dict[str, Any]] = {
+    "logprobs": {"return_logprob": True},
+    "top_logprobs": {"return_logprob": True, "top_logprobs_num": 5},
+}
+"""Options of the request."""
+
+
+def rollout(client: SchedulerClient, workload: Workload, way: str, turn: int) -> float:
+    """Return the seconds of a whole rollout."""
+    name = way.removesuffix(" (one)")
+    started, handles = perf_counter(), []
+    for number, prompt in enumerate(workload.prompts(turn * 100 + [*WAYS, *RECORDS].index(name))):
+        asks = name == way or number == 0
+        options = WAYS.get(name, {}) if asks else {}
+        params = SamplingParams(
+            **{"max_new_tokens": workload.new_tokens, "temperature": 1.0, "ignore_eos": True} | options
+        )
+        handles.append(client.submit(prompt, params, **(RECORDS.get(name, {}) if asks else {})))
+    for handle in handles:
+        handle.result()
+    return perf_counter() - started
+
+
+def main() -> None:
+    made = parser(__doc__)
+    shapes = [name for name, workload in WORKLOADS.items() if workload.samples == 1]
+    made.add_argument("--shape", choices=shapes, default="tiny")
+    made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--repeats", type=int, default=5)
+    options = made.parse_args()
+    console, workload = Console(), WORKLOADS[options.shape]
+    facts = begin(console, shape=options.shape, threads=options.threads)
+    names = [*WAYS, *RECORDS, f"{[*WAYS][-1]} (one)"]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_checkpoint(Path(folder) / "model", ARCHITECTURES[workload.model])
+        sizes: dict[str, Any] = {"num_threads": options.threads, "kv_pool_tokens": workload.kv_tokens}
+        with launch_scheduler(model, log_level="ERROR", **sizes) as client:
+            ways = {name: partial(rollout, client, workload, name) for name in names}
+            found = in_turns(ways, options.repeats)
+    plain = median(found["plain"])
+    rows = [
+        (name, f"{workload.tokens / median(seconds):,.0f}", f"{plain / median(seconds):.2f}")
+        for name, seconds in found.items()
+    ]
+    console.print(f"{options.shape}: {workload.describe()}", highlight=False)
+    console.print(table(None, ["option", "tok/s", "of plain"], rows))
+    write_json(options.json, {"machine": facts, "seconds": found})
+
+
+if __name__ == "__main__":
+    main()
