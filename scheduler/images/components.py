@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ...io_struct import Residency
 from ..kernels import native
-from ..layers.matrix import Matrix
+from ..layers.matrix import Matrix, OffloadablePackedSlot
 from ..layers.parameters import OffloadableSlot, Parameter, Placement, WeightSlot
 from ..memory.host_copy import exhaust
 from ..memory.offload import (
@@ -44,7 +44,6 @@ from ..runtime.files import PIPELINE_INDEX, checkpoint_error, read_json
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 from .image_request import Kind
 from .joint_blocks import use_joint_blocks
-from .onednn import least_for_onednn, use_onednn
 from .packed_layers import packable_layers, use_packed
 
 _MAX_INDEX_BYTES = 1 << 20
@@ -92,8 +91,7 @@ class Component:
         self.tied = frozenset(kept.keys() - stored.keys())
         names, places = _names_in_file(module, saved), _places(module)
         place = Placement(dtype, device)
-        layers = packable_layers(module, place) if movable is None else {}
-        matrices = {}
+        layers, matrices = packable_layers(module, place), {}
         for key, old in stored.items():
             full_name, kind = f"{name}.{names.get(key, key)}", dtype if old.is_floating_point() else old.dtype
             layer = layers.get(key)
@@ -107,14 +105,14 @@ class Component:
                 holder[own] = (
                     nn.Parameter(parameter.data, requires_grad=False) if is_parameter else parameter.data
                 )
-            if layer is not None:
-                self.slots[full_name] = matrices[layer].slot(full_name)
-            elif movable is not None:
+            if movable is None:
+                self.slots[full_name] = (parameter if layer is None else matrices[layer]).slot(full_name)
+            elif layer is None:
                 self.slots[full_name] = OffloadableSlot(parameter, movable)
             else:
-                self.slots[full_name] = parameter.slot(full_name)
+                self.slots[full_name] = OffloadablePackedSlot(parameter, movable, tuple(old.shape))
             self._storage.append((full_name, parameter.data))
-        use_packed(module, matrices)
+        use_packed(matrices)
         for owner in module.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -151,11 +149,8 @@ def build_component(
         module = _make_module(class_path, folder)
     names = [spec.name for spec in checkpoint.specs]
     dtype = dtype or saved or torch.float32
-    if device.type == "cpu":
-        if dtype == torch.float32:
-            use_onednn(module, least_for_onednn())
-        if dtype in (torch.float32, torch.bfloat16) and native.why_not() is None:
-            use_joint_blocks(module)
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.why_not() is None:
+        use_joint_blocks(module)
     return Component(name, folder, module, dtype, device, names, movable), checkpoint
 
 

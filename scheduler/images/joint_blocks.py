@@ -1,4 +1,4 @@
-"""Blocks of image and text tokens by fewer operations: norms, gates and heads each in one pass over memory.
+"""Blocks of image and text tokens by fewer operations: norms, gates, heads and GELUs in one pass over memory.
 
 Invariants:
 - Products, attention and weights are the modules' own. The results are those of diffusers' blocks, but for
@@ -11,19 +11,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.modulation import add_and_modulate, add_gated, join_heads, joint_attention, modulate
+from ..kernels.modulation import (
+    add_and_modulate,
+    add_gated,
+    gelu_of_product,
+    join_heads,
+    joint_attention,
+    modulate,
+)
 
 
 def use_joint_blocks(module: nn.Module) -> None:
-    """Have the blocks within ``module`` that are of image and text computed by :func:`_block`."""
-    from diffusers.models.attention import JointTransformerBlock  # an extra
+    """Have the blocks of image and text within ``module`` computed by :func:`_block`, and GELUs."""
+    from diffusers.models.activations import GELU  # an extra
+    from diffusers.models.attention import JointTransformerBlock
     from diffusers.models.attention_processor import JointAttnProcessor2_0
     from diffusers.models.normalization import RMSNorm
     from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
 
     for each in module.modules():
         block: Any = each
-        if type(each) is FluxTransformerBlock:
+        if type(each) is GELU and block.approximate == "tanh":
+            block.forward = partial(_gelu, block.proj)
+        elif type(each) is FluxTransformerBlock:
             block.forward = partial(_block, block)
         elif type(each) is JointTransformerBlock and not block.use_dual_attention:
             block.forward = partial(_block, block)
@@ -70,6 +80,11 @@ def _feed_forward(
     shift, scale, mlp_gate = of_mlp
     total, modulated = add_and_modulate(x, attended, gate, scale, shift, norm.eps)
     made: Tensor = add_gated(total, feed_forward(modulated), mlp_gate)
+    return made
+
+
+def _gelu(layer: nn.Linear, x: Tensor) -> Tensor:
+    made: Tensor = gelu_of_product(x, layer.weight, layer.bias, layer.forward)
     return made
 
 

@@ -148,6 +148,11 @@ def storage_shape(
     return -(-outputs // _PANEL) * _PANEL, -(-inputs // tile) * tile
 
 
+def whole_panels(start: int, stop: int) -> slice:
+    """Return the rows of storage that rows ``[start, stop)`` of the weight are within, and none outside."""
+    return slice(start // _PANEL * _PANEL, -(-stop // _PANEL) * _PANEL)
+
+
 def packable(inputs: int, dtype: torch.dtype) -> bool:
     """Return True if rows can be packed: float32, even numbers of 16-bit floats, multiples of four bytes."""
     return (

@@ -148,25 +148,21 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @_noted
-def gelu_of_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the GELU, in the form with tanh, of ``x @ weight.T + bias``."""
-    return _bend(torch.nn.functional.linear(x, weight, bias))
+def gelu_of_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the GELU, in the form with tanh, of ``product(x)``, which is fresh memory.
+
+    ``weight``, ``bias``: what the product computes with, which traces must know of.
+    """
+    made = product(x)
+    _GELU[made.dtype](made.data_ptr(), made.numel(), torch.get_num_threads())
+    return made
 
 
 @_noted
-def packed_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor], *, bends: bool = False
-) -> Tensor:
-    """Return ``product(x, bias)`` of rows, and with ``bends`` its GELU in the form with tanh.
-
-    ``weight``: what the product computes with, which traces must know of.
-    """
+def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
+    """Return ``product(x, bias)`` of rows. ``weight``: as in :func:`gelu_of_product`."""
     rows = x.reshape(-1, x.shape[-1])
     made = product(rows if rows.stride(1) == 1 else rows.contiguous(), bias)
-    made = made.view(*x.shape[:-1], made.shape[1])
-    return _bend(made) if bends else made
-
-
-def _bend(x: Tensor) -> Tensor:
-    _GELU[x.dtype](x.data_ptr(), x.numel(), torch.get_num_threads())
-    return x
+    return made.view(*x.shape[:-1], made.shape[1])

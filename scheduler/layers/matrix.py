@@ -20,7 +20,8 @@ from ...transfer.weight_digest import Copy
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
 from ..kernels.linear import Scales
-from .parameters import Parameter, Place, Placement, PlainSlot, ScaleBlocks, WeightSlot
+from ..memory.offload import OffloadableComponent
+from .parameters import OffloadableSlot, Parameter, Place, Placement, PlainSlot, ScaleBlocks, WeightSlot
 from .scaled_blocks import EncodedScales, Originals, ScaledMatrix, ScaledSlot
 
 
@@ -76,6 +77,33 @@ class PackedSlot(WeightSlot):
     def _cast(self, rows: Tensor) -> Tensor:
         rows = rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
         return rows if self._codes is None else self._codes.encode(rows)
+
+
+class OffloadablePackedSlot(OffloadableSlot):
+    """A packed matrix [rows, in] that is one whole parameter of its component."""
+
+    __slots__ = ()
+
+    def __init__(self, parameter: Parameter, movable: OffloadableComponent, shape: tuple[int, ...]) -> None:
+        super().__init__(parameter, movable)
+        self.shape = shape
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Write rows. Raises OSError if the copy on the host cannot be written."""
+        whole = kernel.whole_panels(start, start + len(rows))
+        panels = self._movable.values(self._tensor)[whole].clone()
+        self._packed(panels).write(rows, start - whole.start)
+        self._movable.write(self._tensor, whole.start * panels.shape[1], panels)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        return self._packed(self._movable.values(self._tensor)).differs(rows, start)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self._packed(self._movable.values(self._tensor)).read(start, stop)
+
+    def _packed(self, storage: Tensor) -> PackedSlot:
+        rows, inputs = self.shape
+        return PackedSlot(self.name, self.parameter, storage, 0, (rows, inputs))
 
 
 class ScalesSlot(WeightSlot):

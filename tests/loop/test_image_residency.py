@@ -49,11 +49,12 @@ def pipelines(tmp_path_factory):
 def expected(pipelines):
     known = {}
 
-    def of(family, seed=0):
-        if (family, seed) not in known:
-            with engine(pipelines(family, seed)) as driver:
-                known[family, seed] = checksums(driver), run(driver, *messages())
-        return known[family, seed]
+    def of(family, seed=0, **options):
+        key = family, seed, *options.values()
+        if key not in known:
+            with engine(pipelines(family, seed), **options) as driver:
+                known[key] = checksums(driver), run(driver, *messages())
+        return known[key]
 
     return of
 
@@ -147,18 +148,20 @@ def test_traced_calls_find_weights_that_move(pipelines, expected, traced_at_once
             assert any(shape.agrees for shape in traced["transformer"].shapes.values())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("frozen", "transformer"), quick(STRATEGIES, 2))
-def test_strategies_keep_images_within_their_memory(pipelines, expected, frozen, transformer):
-    with engine(pipelines("sd3"), frozen, transformer) as driver:
+def test_strategies_keep_images_within_their_memory(pipelines, expected, frozen, transformer, dtype):
+    checks, images = expected("sd3", dtype=dtype)
+    with engine(pipelines("sd3"), frozen, transformer, dtype=dtype) as driver:
         sizes = {each.name: each.nbytes for each in driver.status().components}
         moving = dict.fromkeys((*ENCODERS, "vae"), frozen) | {"transformer": transformer}
         moving = {name: how for name, how in moving.items() if how != "resident"}
         assert {each.name: each.residency for each in driver.status().components} == moving
         assert not any(on_device(driver).values()), "nobody has used them yet"
-        assert checksums(driver) == expected("sd3")[0]
+        assert checksums(driver) == checks
         seen = watch(driver)
         for _ in range(2):
-            same(run(driver, *messages()), expected("sd3")[1])
+            same(run(driver, *messages()), images)
             assert not any(on_device(driver).values()), "no sample is left"
         movables = driver.engine.runner._stages._residency.registered
         window = LayerwiseOffloadStrategy()
@@ -194,6 +197,7 @@ def tensors_in(path, component):
     return load_file(path / component / f"{name}.safetensors")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("frozen", "transformer", "ticks", "transport"),
     quick(
@@ -208,10 +212,10 @@ def tensors_in(path, component):
     ),
 )
 def test_an_update_of_offloaded_components_is_a_cold_load(
-    pipelines, expected, frozen, transformer, ticks, transport
+    pipelines, expected, frozen, transformer, ticks, transport, dtype
 ):
     other = pipelines("sd3", 20)
-    with engine(pipelines("sd3"), frozen, transformer) as driver:
+    with engine(pipelines("sd3"), frozen, transformer, dtype=dtype) as driver:
         waiting = messages() if ticks else ()
         for message in waiting:
             driver.send(message)
@@ -225,7 +229,7 @@ def test_an_update_of_offloaded_components_is_a_cold_load(
                     driver, tensors_in(other, component), component=component, flush_cache=False
                 )
             assert reply.committed, reply
-        wanted, made = expected("sd3", 20)
+        wanted, made = expected("sd3", 20, dtype=dtype)
         assert checksums(driver) == wanted
         driver.go_on()
         driver.run_until_idle()
