@@ -208,7 +208,10 @@ class Family(ABC):
         """Return images [rows, 3, height, width], about -1 to 1; here by an AutoencoderKL."""
         config = self.vae.config
         scaled = self.unpacked(latents, size) / config.scaling_factor + (config.shift_factor or 0.0)
-        images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
+        scaled = scaled.to(next(self.vae.parameters()).dtype)
+        if scaled.device.type == "cpu":  # whose convolutions would reorder pixels before and after
+            scaled = scaled.contiguous(memory_format=torch.channels_last)
+        images: Tensor = self.vae.decode(scaled, return_dict=False)[0]
         return images
 
 

@@ -208,25 +208,31 @@ class Product(Packed):
         """Return ``x`` [M, K] times the weight, plus ``bias`` [N], in ``out`` [M, N] or fresh memory.
 
         Columns are contiguous; ``out`` must not overlap the others. ``wide``: it is float32, the sums as they
-        are, without a bias.
+        are, without a bias. With contiguous ``x`` [..., K] the result is [..., N], in fresh memory.
         """
-        rows, inputs = x.shape
         outputs, dtype = self._outputs, self._dtype
-        fits = inputs == self._inputs and x.dtype == dtype and x.stride(1) == 1
+        rows, stride, out_stride = x.numel() // self._inputs, self._inputs, outputs
+        fits = x.shape[-1] == self._inputs and x.dtype == dtype
+        if x.dim() == 2:
+            stride, column = x.stride()
+            fits = fits and column == 1
+        else:
+            fits = fits and x.is_contiguous() and out is None
         result = torch.float32 if wide else dtype
         fits = fits and not (wide and bias is not None)
         if out is None:
-            out = torch.empty((rows, outputs), dtype=result)
+            out = torch.empty((*x.shape[:-1], outputs), dtype=result)
         else:
             fits = fits and out.shape == (rows, outputs) and out.dtype == result and out.stride(1) == 1
+            out_stride = out.stride(0)
         if bias is not None:
             fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
         if not fits:
             raise native.misfit(f"no product with {outputs} packed rows of {self._inputs}", x, bias, out)
         narrow = self._narrow(rows)
         self._compute(
-            x.data_ptr(), x.stride(0), self._weight.data_ptr(), *address(self._scales),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, outputs,
+            x.data_ptr(), stride, self._weight.data_ptr(), *address(self._scales),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), out_stride, rows, outputs,
             self._inputs, wide, None if narrow is None else narrow.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out

@@ -33,7 +33,7 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(x: Tensor, *arguments: Any, **options: Any) -> Any:
         if has_torch_function_unary(x):
-            return handle_torch_function(call, (x,), x, *arguments, **options)
+            return handle_torch_function(function, (x,), x, *arguments, **options)
         return function(x, *arguments, **options)
 
     return call
@@ -162,7 +162,5 @@ def gelu_of_product(
 
 @_noted
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
-    """Return ``product(x, bias)`` of rows. ``weight``: as in :func:`gelu_of_product`."""
-    rows = x.reshape(-1, x.shape[-1])
-    made = product(rows if rows.stride(1) == 1 else rows.contiguous(), bias)
-    return made.view(*x.shape[:-1], made.shape[1])
+    """Return ``product(x, bias)``, whose ``x`` is contiguous. ``weight``: as in :func:`gelu_of_product`."""
+    return product(x.contiguous(), bias)
