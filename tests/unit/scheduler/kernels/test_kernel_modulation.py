@@ -118,6 +118,9 @@ def test_packed_products_keep_the_shape_of_their_rows():
         exact = rows.float() @ w.float().t() + bias.float()
         found = packed_product(rows, weight, bias, product)
         torch.testing.assert_close(found, exact.bfloat16(), **CLOSE[torch.bfloat16])
+    for rows, out in ((x.transpose(0, 1), None), (x, torch.empty(2, 3, 7).bfloat16()), (x[..., :8], None)):
+        with pytest.raises(ValueError, match="no product"):
+            product(rows, bias, out)
 
 
 def test_rows_do_not_depend_on_other_rows_or_threads():
