@@ -60,6 +60,7 @@ def barrier(engine: "Engine") -> Generator[Wait, None, None]:
     """Wait until no step is in flight and the forward stream is idle; the caller has closed the gate."""
     while engine.batcher.in_flight:
         yield Wait.STEP
+    engine.batcher.after_barrier = True
     engine.runner.synchronize()
 
 

@@ -41,6 +41,7 @@ class ImageBatcher:
 
     prompt_tokens = cached_tokens = prefilled_tokens = drafts = drafted_tokens = accepted_tokens = 0
     speculation = None
+    after_barrier = False
 
     def __init__(
         self,

@@ -7,6 +7,8 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
   border. One that cannot get its page preempts the request that started last, of those on the same rank if
   ranks have pages of their own. The oldest request always advances.
 - A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
+- The first step after a barrier takes no prompts if requests decode: those were stopped, and prompts have
+  gathered meanwhile. Of two such steps in a row, the second takes prompts.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
   pages and, if it wants any, the prompt's log-probabilities.
 - If a call raises, every request stays where it was, or where a later call finds it.
@@ -122,6 +124,9 @@ class Batcher:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.after_barrier = False
+        """True: no step has been built since the steps were stopped."""
+        self._was_decode_alone = False
         self._chunk_sizer = chunks
         self._routing = routing
         self._grammars = grammars
@@ -173,7 +178,12 @@ class Batcher:
             return None
         if self._decode_slots is None:  # a preemption has removed rows
             decode = decode[np.isin(decode, self._ready_decode_slots())]
-        chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)), self.table.slots - len(decode))
+        chunks = []
+        self._was_decode_alone = self.after_barrier and not self._was_decode_alone and len(decode) > 0
+        self.after_barrier = False
+        if not self._was_decode_alone:
+            budget = self._chunk_sizer.budget(len(decode))
+            chunks = self._prefill_chunks(budget, self.table.slots - len(decode))
         if not len(decode) and not chunks:
             return None
         if self.speculation is None or chunks:

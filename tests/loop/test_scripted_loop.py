@@ -40,6 +40,24 @@ def test_prompt_is_chunked_and_decoding_goes_on_meanwhile(driver):
     )
 
 
+@pytest.mark.parametrize("updates", [False, True])
+def test_the_first_step_after_a_stop_only_decodes(driver, other_model, updates):
+    running = driver.generate(prompt_of(4), 30)
+    driver.tick(4)
+    waiting = [driver.generate(prompt_of(100, seed), 4) for seed in (1, 2)]
+    for is_decode_alone in (True, False, True, False):
+        driver.pause("in_place")
+        if updates:
+            driver.update(other_model, flush_cache=False)
+        launched = len(driver.runner.launches)
+        driver.go_on(torch_empty_cache=False)
+        decode, lens = driver.runner.launches[launched]
+        assert (decode, len(lens) == decode) == (1, is_decode_alone)
+    driver.run_until_idle()
+    for rid in (running, *waiting):
+        driver.check(rid)
+
+
 def test_prefix_hit_of_a_finished_request(driver):
     prompt = prompt_of(40)
     result = driver.complete(prompt, 20)
