@@ -9,7 +9,7 @@ Invariants:
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
-from ...transfer.words import as_words, scatter
+from ...transfer.words import as_words, scatter, threads
 from ..layers.parameters import HalfSlot, TensorSlot, WeightSlot, differ
 from ..layers.sharding import parts_with
 from ..models.causal_lm import Weights
@@ -103,8 +103,8 @@ class Delta:
         """Swap all of it; return the names of the tensors that differed."""
         for each in self.staged:
             each.is_in_place = False
-        with ThreadPoolExecutor(torch.get_num_threads(), "swap") as pool:  # memory is what takes the time
-            swaps = [pool.submit(each.swap) for each in self.staged]
+        swaps = [threads().submit(each.swap) for each in self.staged]  # memory is what takes the time
+        wait(swaps)
         pairs = zip(self.staged, swaps, strict=True)
         return {each.name for each, swap in pairs if differ(*swap.result())}
 
