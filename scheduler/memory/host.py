@@ -21,6 +21,7 @@ _LOOKED_AT = 1 << 20
 _STRETCH = 1 << 20
 """Bytes looked at in one go where not all pages are."""
 _KB_FIELD = re.compile(r"^([^:\n]+):\s+(\d+) kB$", re.MULTILINE)
+_ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB$", re.MULTILINE)
 _NO_LIMIT = 1 << 62
 """Least bytes that a cgroup of version 1 states where it has no limit."""
 
@@ -33,7 +34,8 @@ class HostDevice:
         self._cgroup = cgroup
 
     def memory_reserved(self) -> int:
-        return _read_kb_fields(self._proc / "self" / "status").get("RssAnon", 0)
+        found = _ANONYMOUS.search(_read_text(self._proc / "self" / "status"))
+        return int(found[1]) << 10 if found else 0
 
     def memory_allocated(self) -> int:
         return 0
