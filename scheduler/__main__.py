@@ -18,9 +18,12 @@ from .runtime.shutdown import end_on_stop_signals
 if __name__ == "__main__":
     end_on_stop_signals()  # importing torch takes seconds
 
+from .memory.host import HOST
 from .runtime.libraries import settings
 
 os.environ.update(settings())
+if "MALLOC_ARENA_MAX" not in os.environ:
+    HOST.share_arena()
 
 from ..io_struct import CaesuraError
 from ..io_struct.field_errors import advice, other_name

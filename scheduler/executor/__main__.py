@@ -6,9 +6,12 @@ from pathlib import Path
 
 import click
 
+from ..memory.host import HOST
 from ..runtime.libraries import settings
 
 os.environ.update(settings())
+if "MALLOC_ARENA_MAX" not in os.environ:
+    HOST.share_arena()
 
 from ...io_struct import CaesuraError
 from ...process.curve import read_key_pair, server_key, shared_key_pair

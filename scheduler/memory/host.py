@@ -24,6 +24,7 @@ _KB_FIELD = re.compile(r"^([^:\n]+):\s+(\d+) kB$", re.MULTILINE)
 _ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB$", re.MULTILINE)
 _NO_LIMIT = 1 << 62
 """Least bytes that a cgroup of version 1 states where it has no limit."""
+_M_ARENA_MAX = -8
 
 
 class HostDevice:
@@ -32,6 +33,9 @@ class HostDevice:
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc = proc
         self._cgroup = cgroup
+
+    def share_arena(self) -> None:
+        """Do nothing: this malloc is not known."""
 
     def memory_reserved(self) -> int:
         found = _ANONYMOUS.search(_read_text(self._proc / "self" / "status"))
@@ -78,6 +82,7 @@ class HostDevice:
 class GlibcHostDevice(HostDevice):
     def __init__(self, libc: ctypes.CDLL) -> None:
         super().__init__()
+        self._mallopt = libc.mallopt
         self._trim = libc.malloc_trim
         self._trim.argtypes = [ctypes.c_size_t]
         self._trim.restype = ctypes.c_int
@@ -85,6 +90,14 @@ class GlibcHostDevice(HostDevice):
         if self._mallinfo2 is not None:
             self._mallinfo2.argtypes = []
             self._mallinfo2.restype = _Mallinfo2
+
+    def share_arena(self) -> None:
+        """Have threads that start from now on allocate where all others do.
+
+        What one thread frees, such as values that an update has replaced, serves the others then. With an
+        arena for each of them, free pages add up in all.
+        """
+        self._mallopt(_M_ARENA_MAX, 1)
 
     def empty_cache(self) -> None:
         """Return every unused page of all arenas to the system (malloc_trim(3))."""

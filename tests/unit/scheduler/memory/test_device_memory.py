@@ -283,6 +283,30 @@ print(full.allocated, freed.allocated, after.allocated, report.reserved_before, 
 """
 
 
+ARENAS = """
+import ctypes, threading
+from caesura.scheduler{} import __main__
+
+held = threading.Barrier(5)
+for _ in range(4):
+    threading.Thread(target=lambda: (bytearray(4096), held.wait())).start()
+held.wait()
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+@needs_glibc
+@pytest.mark.parametrize("package", ["", ".executor"])
+@pytest.mark.parametrize("setting", [None, "3"])
+def test_threads_of_an_engine_share_one_arena(monkeypatch, package, setting):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", setting)
+    code = ARENAS.format(package)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.count("Arena ") == int(setting or 1)
+
+
 @needs_glibc
 def test_emptying_returns_the_holes_between_live_tensors():
     result = subprocess.run([sys.executable, "-c", INTERLEAVED], capture_output=True, text=True, check=True)
