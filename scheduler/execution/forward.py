@@ -93,8 +93,10 @@ class SpecialRows:
     """int64 [N, M]: `token_ids_logprob`, padded with token 0."""
     num_counters: int
     """Number of counters that the table must have."""
-    only_edits: bool
-    """True if penalties, biases and allowed tokens are all there is."""
+    edited: Tensor
+    """bool [E]: rows with penalties, biases or allowed tokens."""
+    in_one_call: bool
+    """True if these are all that there is, and rows that want :class:`FurtherLogprobs` have none."""
     repeats: bool
     """True if the next step of the same rows has the same edits, and no others."""
 
@@ -122,7 +124,7 @@ class FurtherLogprobs:
     top_ids: Tensor
     """[N, F]; those of equal log-probabilities in any order."""
     top: Tensor
-    """[N, F], descending; F >= K, and does not depend on K."""
+    """[N, F], descending; F >= K, or the whole vocabulary. The first K do not depend on F."""
     token_ids_logprobs: Tensor
     """[N, M]"""
     kept: Tensor | None = None

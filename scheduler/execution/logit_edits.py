@@ -7,7 +7,8 @@ Invariants:
 - The table of counters grows by doubling, 4 bytes per token of the vocabulary for each request with penalties
   that ran at once, and does not shrink.
 - What is computed for a row depends on that row alone, and is the same bits by torch and by the compiled
-  sampler, which makes the edits itself while no row needs more than penalties, biases and allowed tokens.
+  sampler, which makes penalties, biases and allowed tokens itself while no row has other edits, and none with
+  edits wants more than a token.
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
@@ -39,7 +40,7 @@ _BLOCK_BYTES = 128 << 20
 """Bytes of float32 logits of prompt tokens that exist at a time."""
 _LEAST_ROWS = 64
 FETCHED_TOP = MAX_TOP_LOGPROBS + 32
-"""Likeliest tokens that are taken wherever any are wanted: as many however many that is, for torch.topk may
+"""Likeliest tokens that torch takes wherever any are wanted: as many however many that is, for torch.topk may
 choose others among equal ones for another number."""
 
 
@@ -85,6 +86,7 @@ class SpecialSampler:
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self.chunk_rows = max(1, bound // (4 * vocab_size))
         self._counters = TokenCounters(vocab_size, device)
+        self._logits: Tensor | None = None  # of the last call that samples by itself
         self.exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
         self._in_torch: Sampler | None = None
 
@@ -98,7 +100,9 @@ class SpecialSampler:
     ) -> SamplerOutput:
         """Sample from ``logits`` [S, V]; ``before``, int64 [S], are the tokens before, for ``word_ends``."""
         if self.in_one_call(batch) and isinstance(logits, Tensor):
-            return self._ordinary.sample(logits, batch, self._edits(rows, len(logits)))
+            out = self._ordinary.sample(logits, _asking(batch), self._edits(rows, len(logits)))
+            out.further = self._wanted(logits, batch, out)
+            return out
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
             out = self._ordinary.sample(logits, batch)
@@ -117,20 +121,53 @@ class SpecialSampler:
 
     def in_one_call(self, batch: SamplingBatch) -> bool:
         """Return True if the compiled sampler makes all edits of ``batch``."""
-        is_plain = batch.special is None or batch.special.only_edits
-        return is_plain and self._ordinary.compiled is not None
+        serves = batch.special is None or batch.special.in_one_call
+        return serves and self._ordinary.compiled is not None
 
     def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
-        """Return what :meth:`Sampler.arguments` does, for rows whose edits :meth:`in_one_call` has."""
+        """Return what :meth:`Sampler.arguments` does, with the edits of a ``batch`` :meth:`in_one_call`."""
+        self._logits = logits
         edits = None if batch.special is None else self._edits(batch.special, len(logits))
-        return self._ordinary.arguments(logits, batch, edits)
+        return self._ordinary.arguments(logits, _asking(batch), edits)
 
-    def _edits(self, rows: SpecialRows, count: int) -> LogitEdits:
-        """Return the edits of a step of ``count`` rows, whose sampling adds to the counters."""
+    def further_of_last(self, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
+        """Return what rows of ``batch`` want beside their tokens, ``out`` of the last call."""
+        assert self._logits is not None
+        return self._wanted(self._logits, batch, out)
+
+    def _wanted(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
+        rows = batch.special
+        if rows is None or not len(rows.wants_host):
+            return None
+        index = rows.rows[rows.wants]
+        temperature = batch.temperature[index]
+        further = self._further(logits, index, temperature, rows.top, rows.token_ids)
+        if out.last_kept is not None:
+            scaled = logits.index_select(0, index).float() / temperature[:, None]
+            further.kept = _kept(scaled, out.last_kept[index])
+        return further
+
+    def _further(
+        self, logits: Tensor, rows: Tensor, temperature: Tensor, top: int, token_ids: Tensor
+    ) -> FurtherLogprobs:
+        """Return what is wanted of ``rows`` of ``logits``, as :func:`further_of`."""
+        if self._ordinary.compiled is None:
+            scaled = logits.index_select(0, rows) / temperature[:, None]
+            any_logprobs = top > 0 or token_ids.shape[1] > 0
+            return further_of(torch.log_softmax(scaled, 1) if any_logprobs else scaled, top, token_ids)
+        top = min(top, self._vocab_size)
+        found = self._ordinary.compiled.further(logits, rows, temperature, top, token_ids)
+        names = "top_ids", "top", "token_ids_logprobs"
+        return FurtherLogprobs(logprobs=torch.empty(0), **dict(zip(names, found, strict=True)))
+
+    def _edits(self, rows: SpecialRows, count: int) -> LogitEdits | None:
+        """Return the edits of a step of ``count`` rows, if any; its sampling adds to the counters."""
         assert self._ordinary.compiled is not None
+        if not rows.edited.any():
+            return None
         self._counters.begin(rows)
         places, edited = torch.full((count,), -1), len(rows.rows)
-        places[rows.rows] = torch.arange(edited)
+        places[rows.rows] = torch.arange(edited).where(rows.edited, -1)
         if rows.allowed_ids is not None and rows.restricted is not None:
             allowed = rows.allowed_ids, rows.restricted
         else:
@@ -194,14 +231,10 @@ class SpecialSampler:
             out.raw_logprobs[index] = raw.where(sampled.token_ids >= 0, torch.nan)
         if chosen.start == chosen.stop:
             return []
-        temperature = selected.temperature[local, None]
-        scaled = unfiltered.index_select(0, local) / temperature
-        any_logprobs = rows.top > 0 or rows.token_ids.shape[1] > 0
-        logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
-        further = further_of(logprobs, rows.top, rows.token_ids[chosen])
+        temperature = selected.temperature[local]
+        further = self._further(unfiltered, local, temperature, rows.top, rows.token_ids[chosen])
         if sampled.last_kept is not None:
-            alike = rows.grammar is None
-            filtered = scaled if alike else edited.index_select(0, local) / temperature
+            filtered = edited.index_select(0, local) / temperature[:, None]
             further.kept = _kept(filtered, sampled.last_kept[local])
         return [further]
 
@@ -247,6 +280,13 @@ class SpecialSampler:
         if self.exact is None:
             self.exact = Sampler(self._vocab_size, self.chunk_rows, self._device, torch.float32)
         return self.exact
+
+
+def _asking(batch: SamplingBatch) -> SamplingBatch:
+    """Return ``batch`` with what its special rows want of the sampler."""
+    if batch.special is None or not batch.special.num_masked:
+        return batch
+    return replace(batch, want_last_kept=True)
 
 
 def further_of(logprobs: Tensor, top: int, token_ids: Tensor) -> FurtherLogprobs:

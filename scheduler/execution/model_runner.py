@@ -149,6 +149,7 @@ class ModelRunner:
         sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is None:
             return None
+        sampled.further = self._special.further_of_last(batch.sampling, sampled)
         if sampled is not last.sampled:
             last = _OneCall(batch, sampled)
         self._record_experts(batch)
@@ -277,6 +278,7 @@ class ModelRunner:
         self._take_tokens(batch)
         sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is not None:
+            sampled.further = self._special.further_of_last(batch.sampling, sampled)
             self._record_experts(batch)
             self._keep_tokens(batch, sampled)
             decodes = batch.num_decode == batch.num_rows == batch.sample_slots.shape[0]

@@ -102,6 +102,19 @@ class Sampling(ctypes.Structure):
     ]
 
 
+class FurtherLogprobs(ctypes.Structure):
+    """``FurtherLogprobs`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        ("logits", POINTER),
+        *_all(SIZE, "stride vocabulary count"),
+        *(("rows", POINTER), ("temperature", POINTER)),
+        *(("top", SIZE), ("top_ids", POINTER), ("top_logprobs", POINTER)),
+        *(("others", SIZE), ("ids", POINTER), ("logprobs", POINTER)),
+        ("workspace", POINTER),
+    ]
+
+
 class DecoderStep(ctypes.Structure):
     """``DecoderStep`` of ``cpu/operations.h``."""
 
@@ -154,6 +167,7 @@ def _library() -> ctypes.CDLL | str:
     sizes = {
         "decoder step": ctypes.sizeof(DecoderStep),
         "layer form": ctypes.sizeof(LayerForm),
+        "further logprobs": ctypes.sizeof(FurtherLogprobs),
         "logit edits": ctypes.sizeof(LogitEdits),
         "sampling": ctypes.sizeof(Sampling),
         "layer tensors": LAYER_POINTERS * ctypes.sizeof(POINTER),

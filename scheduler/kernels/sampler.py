@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..memory.workspace import Workspace
 from . import native
-from .native import INT, POINTER, SIZE, LogitEdits, Sampling
+from .native import INT, POINTER, SIZE, FurtherLogprobs, LogitEdits, Sampling
 
+_FURTHER = native.by_dtype("caesura_further_logprobs", POINTER, INT)
 _SAMPLE = native.by_dtype("caesura_sample", POINTER, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
@@ -82,14 +83,51 @@ class RowSampler:
             raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
         if edits is not None and edits.rows != logits.shape[0]:
             raise ValueError(f"edits of {edits.rows} rows do not fit {logits.shape[0]} rows of logits")
-        # What no row needs of it is address space, not memory.
-        size = torch.get_num_threads(), _workspace_size(self._vocab_size)
-        memory = self._workspace.take("rows", size, torch.float64)
         return Sampling(
             logits.data_ptr(), logits.stride(0), logits.shape[0], self._vocab_size,
             *(None if t is None else t.data_ptr() for t, _ in per_row),
-            None if edits is None else ctypes.pointer(edits), memory.data_ptr(),
+            None if edits is None else ctypes.pointer(edits), self._memory(),
         )  # fmt: skip
+
+    def further(
+        self, logits: Tensor, rows: Tensor, temperature: Tensor, top: int, ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the ``top`` likeliest tokens of ``rows``, their log-probabilities, and those of ``ids``.
+
+        Args:
+            logits: [S, V] as in :meth:`arguments`.
+            rows: int64 [N], within S.
+            temperature: float32 [N].
+            ids: int64 [N, M], within V.
+
+        Returns:
+            int32 and float32 [N, ``top``], descending, of equal ones the lower id first; float32 [N, M]. NaN
+            where a row is not finite.
+        """
+        self._check(logits, ())
+        count, shape = len(rows), (len(rows), ids.shape[-1])
+        columns = (
+            (rows, (count,), torch.int64),
+            (temperature, (count,), torch.float32),
+            (ids, shape, torch.int64),
+        )
+        _check_each("further log-probabilities", columns)
+        if not 0 <= top <= self._vocab_size:
+            raise ValueError(f"the {top} likeliest of {self._vocab_size} tokens do not fit")
+        top_ids, found = torch.empty((count, top), dtype=torch.int32), torch.empty((count, top))
+        of_ids = torch.empty(shape)
+        arguments = FurtherLogprobs(
+            logits.data_ptr(), logits.stride(0), self._vocab_size, count,
+            rows.data_ptr(), temperature.data_ptr(), top, top_ids.data_ptr(), found.data_ptr(),
+            ids.shape[1], ids.data_ptr(), of_ids.data_ptr(), self._memory(),
+        )  # fmt: skip
+        _FURTHER[logits.dtype](ctypes.byref(arguments), torch.get_num_threads())
+        return top_ids, found, of_ids
+
+    def _memory(self) -> int:
+        """Return the workspace's address. What no row needs of it is address space, not memory."""
+        size = torch.get_num_threads(), _workspace_size(self._vocab_size)
+        return self._workspace.take("rows", size, torch.float64).data_ptr()
 
     def edits(
         self,
@@ -123,10 +161,9 @@ class RowSampler:
             (allowed_ids, (edited, allowed_ids.shape[-1]), torch.int64),
             (restricted, (edited,), torch.bool),
         )
-        if held > edited or not all(
-            t.shape == shape and t.dtype == dtype and t.is_contiguous() for t, shape, dtype in expected
-        ):
-            raise ValueError(f"edits do not fit: {[(t.dtype, tuple(t.shape)) for t, _, _ in expected]}")
+        _check_each("edits", expected)
+        if held > edited:
+            raise ValueError(f"penalties of {held} rows do not fit {edited} edited ones")
         made = LogitEdits(
             len(places), places.data_ptr(), held, *(t.data_ptr() for t in (*penalties, counters, counts)),
             ids.shape[1], ids.data_ptr(), values.data_ptr(),
@@ -144,3 +181,8 @@ class RowSampler:
         ):
             given = [None if t is None else (t.dtype, tuple(t.shape)) for t, _ in per_row]
             raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} and per row {given} do not fit")
+
+
+def _check_each(told: str, expected: Sequence[tuple[Tensor, tuple[int, ...], torch.dtype]]) -> None:
+    if not all(t.shape == shape and t.dtype == dtype and t.is_contiguous() for t, shape, dtype in expected):
+        raise ValueError(f"{told} do not fit: {[(t.dtype, tuple(t.shape)) for t, _, _ in expected]}")

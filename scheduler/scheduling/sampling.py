@@ -72,14 +72,14 @@ class LogprobRecord:
 
     def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
         """Record output token ``at``, from rows [K], [K] and [M]; this sample's columns come first."""
-        self._outputs.put(at, top_ids[None], top[None], logprobs_of_ids[None])
+        self._outputs.put(at, at + 1, top_ids, top, logprobs_of_ids)
 
     def put_inputs(self, first: int, logprobs: np.ndarray, *columns: np.ndarray) -> None:
         """Record the tokens behind the positions from ``first`` on: [I], and [I, …] with columns as above."""
         assert self.start is not None
         at = first - self.start
         self._input_logprobs[at : at + len(logprobs)] = logprobs
-        self._inputs.put(at, *columns)
+        self._inputs.put(at, at + len(logprobs), *columns)
         self.known_inputs = at + len(logprobs)
 
     def forget_inputs(self) -> None:
@@ -139,17 +139,21 @@ class _Rows:
         self._top = np.empty((0, top), np.float32)
         self._of_ids = np.empty((0, num_token_ids), np.float32)
 
-    def put(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
-        end = at + len(top)
+    def put(
+        self, at: int, end: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray
+    ) -> None:
+        """Set the rows [at, end); one row may come as a vector."""
         if end > len(self._top):
             room = max(end, 2 * len(self._top), 16)
             self._top_ids, self._top, self._of_ids = (
                 np.concatenate([old, np.empty((room - len(old), old.shape[1]), old.dtype)])
                 for old in (self._top_ids, self._top, self._of_ids)
             )
-        self._top_ids[at:end] = top_ids[:, : self._top.shape[1]]
-        self._top[at:end] = top[:, : self._top.shape[1]]
-        self._of_ids[at:end] = logprobs_of_ids[:, : self._of_ids.shape[1]]
+        if width := self._top.shape[1]:
+            self._top_ids[at:end] = top_ids[..., :width]
+            self._top[at:end] = top[..., :width]
+        if width := self._of_ids.shape[1]:
+            self._of_ids[at:end] = logprobs_of_ids[..., :width]
         self._known = end
 
     def cut(self, start: int, end: int, top: int, num_token_ids: int) -> "_Rows":
@@ -396,7 +400,9 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
     grammar = _grammar_masks(table, slots, positions) if columns.grammars else None
     top, num_token_ids, masked = columns.top[slots], columns.token_ids.count[slots], columns.masked[slots]
     wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
-    only_edits = ends is None and grammar is None and not len(wants)
+    edited = columns.penalised[slots] | (columns.bias.count[slots] > 0) | (columns.allowed.count[slots] > 0)
+    edited |= too_early & (columns.stops.count[slots] > 0)
+    in_one_call = ends is None and grammar is None and not edited[wants].any()
     return SpecialRows(
         rows=torch.from_numpy(rows),
         repetition=torch.from_numpy(columns.repetition[penalised]),
@@ -420,8 +426,9 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         num_masked=int(masked.sum()),
         token_ids=torch.from_numpy(columns.token_ids.of(slots[wants])[0]),
         num_counters=columns.num_counters,
-        only_edits=only_edits,
-        repeats=only_edits and not (len(restarted) or too_early.any() or columns.words),
+        edited=torch.from_numpy(edited),
+        in_one_call=in_one_call,
+        repeats=in_one_call and not (len(restarted) or too_early.any() or columns.words),
     )
 
 

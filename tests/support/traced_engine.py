@@ -297,7 +297,8 @@ def _rows(**fields: Any) -> SpecialRows:
     values: dict[str, Any] = dict.fromkeys(("repetition", "frequency", "presence"), none)
     values |= dict.fromkeys(("counters", "restarted", "prompt_at", "output_at"), ids)
     values |= dict.fromkeys(("top", "num_masked", "num_counters"), 0)
-    values |= dict.fromkeys(("only_edits", "repeats"), False)
+    values |= dict.fromkeys(("in_one_call", "repeats"), False)
+    values["edited"] = torch.ones(len(fields["rows"]), dtype=torch.bool)
     return SpecialRows(**{**values, **fields})
 
 

@@ -67,5 +67,6 @@ CAESURA_API int caesura_abi() { return 30; }
 CAESURA_API int caesura_decoder_step_bytes() { return sizeof(caesura::DecoderStep); }
 CAESURA_API int caesura_layer_tensors_bytes() { return sizeof(caesura::LayerTensors); }
 CAESURA_API int caesura_logit_edits_bytes() { return sizeof(caesura::LogitEdits); }
+CAESURA_API int caesura_further_logprobs_bytes() { return sizeof(caesura::FurtherLogprobs); }
 CAESURA_API int caesura_sampling_bytes() { return sizeof(caesura::Sampling); }
 CAESURA_API int caesura_layer_form_bytes() { return sizeof(caesura::LayerForm); }

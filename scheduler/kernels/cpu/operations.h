@@ -297,6 +297,21 @@ struct Sampling {
     double* workspace;        // caesura_sample_workspace() for each thread
 };
 
+// The log-probabilities of some rows' likeliest tokens, and of further ones: sampler.cpp. In the order of kernels/native.py.
+struct FurtherLogprobs {
+    const void* logits;
+    int64_t stride, vocabulary, count;
+    const int64_t* rows;       // [count], of the logits
+    const float* temperature;  // [count]
+    int64_t top;
+    int32_t* top_ids;  // [count, top], descending
+    float* top_logprobs;
+    int64_t others;
+    const int64_t* ids;  // [count, others]
+    float* logprobs;
+    double* workspace;  // as that of Sampling
+};
+
 constexpr int MAX_RANKS = 64;
 
 // Reasons why a collective does not end.

@@ -15,6 +15,8 @@
 
 #include "operations.h"
 
+#include <algorithm>
+
 using namespace caesura;
 
 namespace {
@@ -56,11 +58,21 @@ CAESURA_INLINE int64_t search(const double* cumulative, int64_t count, double ta
 
 namespace {
 
+Workspace workspace_of(double* workspace, int64_t vocabulary, const Team& team) {
+    const int64_t blocks = blocks_of(vocabulary);
+    return Workspace(workspace + team.thread * Workspace::size(blocks), blocks);
+}
+
 template <class E>
 void all_rows(const Sampling& a, Team& team) {
-    const int64_t blocks = blocks_of(a.vocabulary), size = Workspace::size(a.vocabulary, blocks);
-    const Workspace work(a.workspace + team.thread * size, a.vocabulary, blocks);
+    const Workspace work = workspace_of(a.workspace, a.vocabulary, team);
     team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(sample_row<E>(a, row, work)); });
+}
+
+template <class E>
+void further_rows(const FurtherLogprobs& a, Team& team) {
+    const Workspace work = workspace_of(a.workspace, a.vocabulary, team);
+    team.each(a.count, [&](int64_t row, int64_t) { CAESURA_DISPATCH(further_row<E>(a, row, work)); });
 }
 
 }  // namespace
@@ -70,11 +82,15 @@ void all_rows(const Sampling& a, Team& team) {
     CAESURA_API void caesura_sample_##NAME(const void* sampling, int threads) {                                     \
         const Sampling& a = *(const Sampling*)sampling;                                                             \
         run_team(threads, a.rows * a.vocabulary > PARALLEL, [&](Team& team) { sample(a, team, E()); });             \
+    }                                                                                                               \
+    CAESURA_API void caesura_further_logprobs_##NAME(const void* further, int threads) {                            \
+        const FurtherLogprobs& a = *(const FurtherLogprobs*)further;                                                \
+        run_team(threads, a.count * a.vocabulary > PARALLEL, [&](Team& team) { further_rows<E>(a, team); });        \
     }
 CAESURA_EACH_TYPE(CAESURA_SAMPLE)
 
 // Doubles of workspace that each thread needs.
-CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) { return Workspace::size(vocabulary, blocks_of(vocabulary)); }
+CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) { return Workspace::size(blocks_of(vocabulary)); }
 
 #else
 
@@ -274,6 +290,26 @@ static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
     const int64_t token = a.tokens[row];
     if (a.raw_logprobs && token >= 0) a.raw_logprobs[row] = raw_logprob(logits, a.vocabulary, token, work.blocks);
     if (place < edits.penalised) edits.counts[edits.counters[place] * a.vocabulary + larger(token, 0)] += 2;
+}
+
+template <class E>
+static void further_row(const FurtherLogprobs& a, int64_t row, const Workspace& work) {
+    const E* logits = (const E*)a.logits + a.rows[row] * a.stride;
+    const float temperature = a.temperature[row];
+    const float largest = largest_logit(logits, a.vocabulary, work.blocks) / temperature;
+    const double total = std::log(sums(logits, a.vocabulary, temperature, largest, (double*)nullptr));
+    const bool finite = std::isfinite(largest) && std::isfinite(total);
+    const auto logprob = [&](int64_t token) {
+        const double distance = (double)(to_float(logits[token]) / temperature) - (double)largest;
+        return finite ? (float)(distance - total) : NOT_A_NUMBER;
+    };
+    const int64_t* ids = a.ids + row * a.others;
+    for (int64_t i = 0; i < a.others; i++) a.logprobs[row * a.others + i] = logprob(ids[i]);
+    if (finite && a.top) best_tokens<E>({logits, a.vocabulary, work.blocks, temperature, largest, 0, 0, work}, a.top, logprob);
+    for (int64_t i = 0; i < a.top; i++) {
+        a.top_ids[row * a.top + i] = (int32_t)(finite ? item_index(work.items[i]) : i);
+        a.top_logprobs[row * a.top + i] = finite ? item_value(work.items[i]) : NOT_A_NUMBER;
+    }
 }
 
 }  // namespace CAESURA_ISA

@@ -37,6 +37,7 @@ def messages(draw, *, only_edits: bool = False) -> GenerateReqInput:
         sampling_params=SamplingParams(
             max_new_tokens=40,
             temperature=draw(st.sampled_from([0.0, 0.6, 1.0, 1.7])),
+            top_k=draw(st.sampled_from([0, 0, 7])),
             seed=draw(st.integers(0, 99)),
             repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.6, 2.0])),
             frequency_penalty=draw(st.just(0.0) | HUNDREDTHS),
@@ -49,9 +50,15 @@ def messages(draw, *, only_edits: bool = False) -> GenerateReqInput:
         ),
         return_logprob=True,
         return_raw_logprob=draw(st.booleans()),
+        return_sampling_mask=bool(draw(more)),
         top_logprobs_num=draw(more) * draw(st.sampled_from([1, 4])),
         token_ids_logprob=draw(more) * draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)) or None,
     )
+
+
+def assert_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
+    assert (one is None) == (other is None)
+    assert one is None or torch.equal(one, other)
 
 
 class World:
@@ -105,8 +112,11 @@ class World:
                 for sampler in (self.sampler, self.in_torch)
             )
             for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
-                one, other = getattr(out, name), getattr(same, name)
-                assert (one is None and other is None) or torch.equal(one, other), name
+                assert_equal(getattr(out, name), getattr(same, name))
+            assert (out.further is None) == (same.further is None)
+            if out.further is not None:
+                for name in ("top_ids", "top", "token_ids_logprobs", "kept"):
+                    assert_equal(getattr(out.further, name), getattr(same.further, name))
         assert torch.equal(logits, before), "the logits are others' business"
         self.table.sampling.counted[slots] = np.asarray(known) + 1
         self.land()
@@ -139,7 +149,7 @@ class World:
             if record is not None and record.wants_outputs:
                 self._check_further(out, at[row], logprobs, message)
             else:
-                assert row not in at
+                assert row not in at or message.return_sampling_mask
 
     def _check_further(
         self, out: SamplerOutput, place: int, logprobs: list[float], message: GenerateReqInput

@@ -326,3 +326,55 @@ def test_edits_that_do_not_fit_are_refused(change):
     results = torch.zeros(2, dtype=torch.int64), torch.zeros(2), None
     with pytest.raises(ValueError, match="edits of 3 rows do not fit"):
         sampler.arguments(torch.zeros(2, 10), *rows, *results, edits=sampler.edits(**given))
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_are_those_of_all(dtype, spread):
+    generator = torch.Generator().manual_seed(round(spread))
+    for vocabulary, tops in ((1, (0, 1)), (97, (1, 5, 97)), (700, (3, 400)), (5000, (20, 1000))):
+        logits = (spread * torch.randn((4, vocabulary), generator=generator)).to(dtype)
+        logits[1, 1:] = -torch.inf
+        logits[2, vocabulary // 2] = torch.nan
+        rows, temperature = torch.tensor([3, 1, 0, 2]), torch.tensor([0.7, 1.0, 2.0, 1.0])
+        ids = torch.randint(0, vocabulary, (4, 3), generator=generator)
+        scaled = logits[rows].double() / temperature[:, None]
+        expected = torch.log_softmax(scaled, 1)
+        best = expected[:3].sort(dim=1, descending=True, stable=True).values
+        for _ in instruction_sets():
+            for top in tops:
+                found_ids, found, of_ids = RowSampler(vocabulary).further(logits, rows, temperature, top, ids)
+                assert_near(of_ids, expected.gather(1, ids))
+                assert found[3].isnan().all()
+                assert_near(found[:3], best[:, :top])
+                assert_near(found[:3], expected[:3].gather(1, found_ids[:3].long()))
+                for row in zip((-found[:3]).tolist(), found_ids[:3].tolist(), strict=True):
+                    pairs = list(zip(*row, strict=True))
+                    assert pairs == sorted(set(pairs)), "descending, by id where equal, each once"
+
+
+def test_fewer_likeliest_tokens_are_the_first_of_more():
+    logits = torch.randint(-3, 3, (6, 3000), generator=torch.Generator().manual_seed(1)).float() + 1e7
+    none = torch.empty((6, 0), dtype=torch.int64)
+    sampler, rows = RowSampler(3000), torch.arange(6)
+    many = sampler.further(logits, rows, torch.full((6,), 3.0), 2000, none)
+    for top in (1, 7, 300):
+        few = sampler.further(logits, rows, torch.full((6,), 3.0), top, none)
+        assert all(torch.equal(one, all_of[:, :top]) for one, all_of in zip(few[:2], many[:2], strict=True))
+
+
+@pytest.mark.parametrize("change", [
+    {"rows": torch.zeros(2, dtype=torch.int32)}, {"temperature": torch.ones(3)}, {"top": 11}, {"top": -1},
+    {"ids": torch.zeros((3, 1), dtype=torch.int64)}, {"logits": torch.zeros(4, 9)},
+])  # fmt: skip
+def test_further_logprobs_that_do_not_fit_are_refused(change):
+    given = {
+        "logits": torch.zeros(4, 10), "rows": torch.tensor([1, 3]), "temperature": torch.ones(2), "top": 3,
+        "ids": torch.zeros((2, 1), dtype=torch.int64),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="do not fit"):
+        RowSampler(10).further(**(given | change))
