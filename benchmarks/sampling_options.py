@@ -21,36 +21,33 @@ from rich.console import Console
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "greedy": {"temperature": 0.0},
-    "top_p": {"top_p": 0.95},
-    "top_k": {"top_k": 50},
-    "min_p": {"min_p": 0.05},
-    "logit_bias": {"logit_bias": {5: 1.0}},
-    "min_new_tokens": {"min_new_tokens": 20, "stop_token_ids": [2]},
-    "frequency_penalty": {"frequency_penalty": 0.5},
-    "repetition_penalty": {"repetition_penalty": 1.1},
+Options = dict[str, Any]
+
+WAYS: dict[str, tuple[Options, Options]] = {
+    "plain": ({}, {}),
+    "greedy": ({"temperature": 0.0}, {}),
+    "top_p": ({"top_p": 0.95}, {}),
+    "top_k": ({"top_k": 50}, {}),
+    "min_p": ({"min_p": 0.05}, {}),
+    "logit_bias": ({"logit_bias": {5: 1.0}}, {}),
+    "min_new_tokens": ({"min_new_tokens": 20, "stop_token_ids": [2]}, {}),
+    "logprobs": ({}, {"return_logprob": True}),
+    "top_logprobs": ({}, {"return_logprob": True, "top_logprobs_num": 5}),
+    "sampling_mask": ({"top_k": 50}, {"return_sampling_mask": True}),
+    "frequency_penalty": ({"frequency_penalty": 0.5}, {}),
+    "repetition_penalty": ({"repetition_penalty": 1.1}, {}),
 }
-"""Parameters of sampling by the option's name."""
-RECORDS: dict[str, dict[str, Any]] = {
-    "logprobs": {"return_logprob": True},
-    "top_logprobs": {"return_logprob": True, "top_logprobs_num": 5},
-}
-"""Options of the request."""
+"""Parameters of sampling and options of a request, by name."""
+PLAIN: Options = {"temperature": 1.0, "ignore_eos": True}
 
 
-def rollout(client: SchedulerClient, workload: Workload, way: str, turn: int) -> float:
+def rollout(client: SchedulerClient, workload: Workload, way: str, turn: int, *, first_only: bool) -> float:
     """Return the seconds of a whole rollout."""
-    name = way.removesuffix(" (one)")
     started, handles = perf_counter(), []
-    for number, prompt in enumerate(workload.prompts(turn * 100 + [*WAYS, *RECORDS].index(name))):
-        asks = name == way or number == 0
-        options = WAYS.get(name, {}) if asks else {}
-        params = SamplingParams(
-            **{"max_new_tokens": workload.new_tokens, "temperature": 1.0, "ignore_eos": True} | options
-        )
-        handles.append(client.submit(prompt, params, **(RECORDS.get(name, {}) if asks else {})))
+    for number, prompt in enumerate(workload.prompts(turn * 100 + [*WAYS].index(way))):
+        sampling, record = WAYS["plain" if first_only and number else way]
+        params = SamplingParams(**{"max_new_tokens": workload.new_tokens} | PLAIN | sampling)
+        handles.append(client.submit(prompt, params, **record))
     for handle in handles:
         handle.result()
     return perf_counter() - started
@@ -65,12 +62,13 @@ def main() -> None:
     options = made.parse_args()
     console, workload = Console(), WORKLOADS[options.shape]
     facts = begin(console, shape=options.shape, threads=options.threads)
-    names = [*WAYS, *RECORDS, f"{[*WAYS][-1]} (one)"]
+    last = [*WAYS][-1]
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(Path(folder) / "model", ARCHITECTURES[workload.model])
         sizes: dict[str, Any] = {"num_threads": options.threads, "kv_pool_tokens": workload.kv_tokens}
         with launch_scheduler(model, log_level="ERROR", **sizes) as client:
-            ways = {name: partial(rollout, client, workload, name) for name in names}
+            ways = {name: partial(rollout, client, workload, name, first_only=False) for name in WAYS}
+            ways["one"] = partial(rollout, client, workload, last, first_only=True)
             found = in_turns(ways, options.repeats)
     plain = median(found["plain"])
     rows = [

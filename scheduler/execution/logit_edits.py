@@ -140,25 +140,30 @@ class SpecialSampler:
         if rows is None or not len(rows.wants_host):
             return None
         index = rows.rows[rows.wants]
-        temperature = batch.temperature[index]
-        further = self._further(logits, index, temperature, rows.top, rows.token_ids)
-        if out.last_kept is not None:
-            scaled = logits.index_select(0, index).float() / temperature[:, None]
-            further.kept = _kept(scaled, out.last_kept[index])
-        return further
+        last_kept = None if out.last_kept is None else out.last_kept[index]
+        return self._further(logits, index, batch.temperature[index], rows.top, rows.token_ids, last_kept)
 
     def _further(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, top: int, token_ids: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        top: int,
+        token_ids: Tensor,
+        last_kept: Tensor | None = None,
     ) -> FurtherLogprobs:
-        """Return what is wanted of ``rows`` of ``logits``, as :func:`further_of`."""
+        """Return what is wanted of ``rows`` of ``logits``, as :func:`further_of`; ``kept`` if compiled."""
         if self._ordinary.compiled is None:
             scaled = logits.index_select(0, rows) / temperature[:, None]
             any_logprobs = top > 0 or token_ids.shape[1] > 0
             return further_of(torch.log_softmax(scaled, 1) if any_logprobs else scaled, top, token_ids)
         top = min(top, self._vocab_size)
-        found = self._ordinary.compiled.further(logits, rows, temperature, top, token_ids)
-        names = "top_ids", "top", "token_ids_logprobs"
-        return FurtherLogprobs(logprobs=torch.empty(0), **dict(zip(names, found, strict=True)))
+        top_ids, best, of_ids, kept = self._ordinary.compiled.further(
+            logits, rows, temperature, top, token_ids, last_kept
+        )
+        return FurtherLogprobs(
+            logprobs=torch.empty(0), top_ids=top_ids, top=best, token_ids_logprobs=of_ids, kept=kept
+        )
 
     def _edits(self, rows: SpecialRows, count: int) -> LogitEdits | None:
         """Return the edits of a step of ``count`` rows, if any; its sampling adds to the counters."""

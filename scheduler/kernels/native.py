@@ -111,7 +111,7 @@ class FurtherLogprobs(ctypes.Structure):
         *(("rows", POINTER), ("temperature", POINTER)),
         *(("top", SIZE), ("top_ids", POINTER), ("top_logprobs", POINTER)),
         *(("others", SIZE), ("ids", POINTER), ("logprobs", POINTER)),
-        ("workspace", POINTER),
+        *_all(POINTER, "last_kept kept workspace"),
     ]
 
 

@@ -90,8 +90,14 @@ class RowSampler:
         )  # fmt: skip
 
     def further(
-        self, logits: Tensor, rows: Tensor, temperature: Tensor, top: int, ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        top: int,
+        ids: Tensor,
+        last_kept: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the ``top`` likeliest tokens of ``rows``, their log-probabilities, and those of ``ids``.
 
         Args:
@@ -99,10 +105,11 @@ class RowSampler:
             rows: int64 [N], within S.
             temperature: float32 [N].
             ids: int64 [N, M], within V.
+            last_kept: int64 [N], as in :meth:`arguments`, or None.
 
         Returns:
-            int32 and float32 [N, ``top``], descending, of equal ones the lower id first; float32 [N, M]. NaN
-            where a row is not finite.
+            int32 and float32 [N, ``top``], descending, of equal ones the lower id first; float32 [N, M]; with
+            ``last_kept`` bool [N, V], True for what is kept. NaN where a row is not finite.
         """
         self._check(logits, ())
         count, shape = len(rows), (len(rows), ids.shape[-1])
@@ -110,19 +117,22 @@ class RowSampler:
             (rows, (count,), torch.int64),
             (temperature, (count,), torch.float32),
             (ids, shape, torch.int64),
+            *([] if last_kept is None else [(last_kept, (count,), torch.int64)]),
         )
         _check_each("further log-probabilities", columns)
         if not 0 <= top <= self._vocab_size:
             raise ValueError(f"the {top} likeliest of {self._vocab_size} tokens do not fit")
         top_ids, found = torch.empty((count, top), dtype=torch.int32), torch.empty((count, top))
         of_ids = torch.empty(shape)
+        kept = None if last_kept is None else torch.empty((count, self._vocab_size), dtype=torch.bool)
         arguments = FurtherLogprobs(
             logits.data_ptr(), logits.stride(0), self._vocab_size, count,
             rows.data_ptr(), temperature.data_ptr(), top, top_ids.data_ptr(), found.data_ptr(),
-            ids.shape[1], ids.data_ptr(), of_ids.data_ptr(), self._memory(),
+            ids.shape[1], ids.data_ptr(), of_ids.data_ptr(),
+            *(None if each is None else each.data_ptr() for each in (last_kept, kept)), self._memory(),
         )  # fmt: skip
         _FURTHER[logits.dtype](ctypes.byref(arguments), torch.get_num_threads())
-        return top_ids, found, of_ids
+        return top_ids, found, of_ids, kept
 
     def _memory(self) -> int:
         """Return the workspace's address. What no row needs of it is address space, not memory."""

@@ -194,14 +194,15 @@ class OutputProcessor(Outputs[Request]):
         special, table = batch.forward.sampling.special, self._table
         assert special is not None
         rows = special.rows.numpy()[special.wants_host]
+        slots = batch.sample_slots[rows]
+        places = batch.sample_positions[rows] - table.prompt_len[slots]
+        known = keep[rows].tolist(), slots.tolist(), places.tolist()
         values = (*top_tokens(further), further.token_ids_logprobs.numpy())
-        kept = repeat(None) if further.kept is None else further.kept.numpy()
-        for row, mask, *of_row in zip(rows.tolist(), kept, *values, strict=False):
-            slot = batch.sample_slots[row]
+        masks = repeat(None) if further.kept is None else further.kept.numpy()
+        for is_kept, slot, at, mask, *of_row in zip(*known, masks, *values, strict=False):
             request = table.by_slot[slot]
-            if request is None or not keep[row]:
+            if request is None or not is_kept:
                 continue
-            at = int(batch.sample_positions[row] - table.prompt_len[slot])
             if request.record is not None:
                 request.record.put_output(at, *of_row)
             if request.masks is not None:

@@ -203,11 +203,16 @@ static void edit_row(const LogitEdits& edits, int64_t place, const E* logits, in
     if (place < edits.penalised) {
         const int32_t* counts = edits.counts + edits.counters[place] * vocabulary;
         const float repetition = edits.repetition[place], frequency = edits.frequency[place], presence = edits.presence[place];
-        for (int64_t i = 0; i < vocabulary; i++) {
-            if (counts[i] == 0) continue;
-            const int32_t times = counts[i] >> 1;
-            const float x = to[i] - frequency * (float)times - presence * (float)(times > 0);
-            to[i] = x > 0 ? x / repetition : x * repetition;
+        for (int64_t begin = 0; begin < vocabulary; begin += LANES) {
+            const int64_t end = smaller(begin + LANES, vocabulary);
+            int32_t any = 0;
+            for (int64_t i = begin; i < end; i++) any |= counts[i];
+            for (int64_t i = begin; any && i < end; i++) {
+                if (counts[i] == 0) continue;
+                const int32_t times = counts[i] >> 1;
+                const float x = to[i] - frequency * (float)times - presence * (float)(times > 0);
+                to[i] = x > 0 ? x / repetition : x * repetition;
+            }
         }
     }
     const int64_t* ids = edits.bias_ids + place * edits.biases;
@@ -309,6 +314,14 @@ static void further_row(const FurtherLogprobs& a, int64_t row, const Workspace& 
     for (int64_t i = 0; i < a.top; i++) {
         a.top_ids[row * a.top + i] = (int32_t)(finite ? item_index(work.items[i]) : i);
         a.top_logprobs[row * a.top + i] = finite ? item_value(work.items[i]) : NOT_A_NUMBER;
+    }
+    if (!a.last_kept) return;
+    const int64_t last = a.last_kept[row] < 0 ? a.vocabulary : a.last_kept[row];
+    const float border = last == a.vocabulary ? -INFINITY : to_float(logits[last]) / temperature;
+    uint8_t* kept = a.kept + row * a.vocabulary;
+    for (int64_t i = 0; i < a.vocabulary; i++) {
+        const float x = to_float(logits[i]) / temperature;
+        kept[i] = (x > border) | ((x == border) & (i <= last) & (x > -INFINITY));
     }
 }
 

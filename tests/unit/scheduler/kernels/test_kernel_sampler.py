@@ -347,7 +347,9 @@ def test_the_likeliest_tokens_are_those_of_all(dtype, spread):
         best = expected[:3].sort(dim=1, descending=True, stable=True).values
         for _ in instruction_sets():
             for top in tops:
-                found_ids, found, of_ids = RowSampler(vocabulary).further(logits, rows, temperature, top, ids)
+                found_ids, found, of_ids, _ = RowSampler(vocabulary).further(
+                    logits, rows, temperature, top, ids
+                )
                 assert_near(of_ids, expected.gather(1, ids))
                 assert found[3].isnan().all()
                 assert_near(found[:3], best[:, :top])
@@ -370,6 +372,7 @@ def test_fewer_likeliest_tokens_are_the_first_of_more():
 @pytest.mark.parametrize("change", [
     {"rows": torch.zeros(2, dtype=torch.int32)}, {"temperature": torch.ones(3)}, {"top": 11}, {"top": -1},
     {"ids": torch.zeros((3, 1), dtype=torch.int64)}, {"logits": torch.zeros(4, 9)},
+    {"last_kept": torch.zeros(1, dtype=torch.int64)},
 ])  # fmt: skip
 def test_further_logprobs_that_do_not_fit_are_refused(change):
     given = {
