@@ -271,9 +271,8 @@ class ModelRunner:
 
     def _sample_in_one_call(self, batch: ForwardBatch) -> SamplerOutput | None:
         """Compute a step with its head and sampler; None if the model or a row needs more for it."""
-        more = batch.inputs, batch.hidden, batch.adapters
         possible = self._special.in_one_call(batch.sampling) and batch.sample_slots.shape[0] > 0
-        if not possible or any(each is not None for each in more):
+        if not possible or batch.inputs is not None or batch.hidden is not None:
             return None
         self._take_tokens(batch)
         sampled = self.model.sample(batch, self.backend, self._special.arguments)

@@ -288,7 +288,8 @@ class DecoderKernel:
         ``tokens``: int64 ids [T] if the vocabulary has embeddings, else these, [T, hidden], overwritten; it
         is contiguous. So are int64 ``positions`` [T], inside ``angles``, and ``sampled`` [S], both not
         checked. ``record`` returns integers [T, k] for a layer's expert ids. ``sampling``: of S contiguous
-        rows of logits, which the head computes, without adapters. IndexError: ids are beyond the vocabulary.
+        rows of logits, which the head computes, without an adapter. IndexError: ids are beyond the
+        vocabulary.
         After RankLostError neither results nor what was stored of these tokens are of use.
         """
         self._last = None
@@ -321,8 +322,7 @@ class DecoderKernel:
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         call = self._table, self._forms, layers, ctypes.byref(arguments), counters, threads
         self._run(call)
-        if adapters is None:
-            self._last = _Call(call, step, moves.count, (tokens, positions, sampled, sampling))
+        self._last = _Call(call, step, moves.count, (tokens, positions, sampled, sampling, adapters))
         return memory[out : out + count * row].view(self._dtype).view(count, hidden)
 
     def again(self, step: PagedStep) -> bool:

@@ -7,7 +7,7 @@ Invariants:
 - Ranks with rows of their own get the embeddings of these alone; a head takes the rows of all ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -102,6 +102,10 @@ class Embedding:
     def head(self) -> Matrix | ScaledMatrix | None:
         """Weight of the whole head, without adapters; None if ranks divide it."""
         return self._head if self._parallel.size == 1 else None
+
+    def is_adapted(self, slots: Sequence[int]) -> bool:
+        """Return True if an adapter in one of ``slots`` changes the head."""
+        return self._adapters is not None and self._adapters.changed_by(slots)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """Write [S, hidden] times this rank's rows of the table to ``out`` and return it."""

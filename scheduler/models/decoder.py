@@ -25,6 +25,7 @@ from ..layers.embedding import Embedding
 from ..layers.experts import ExpertNames, Experts, SharedExperts, among_experts
 from ..layers.fp8_products import Quantizer, Rows
 from ..layers.logits_processor import LogitsProcessor
+from ..layers.lora import AdapterRows
 from ..layers.mlp import GatedMLP
 from ..layers.moe import FeedForward, GatedShared, MoeBlock, RoutedExperts, Router
 from ..layers.norm import RMSNorm
@@ -285,6 +286,10 @@ class DecoderForCausalLM(CausalLM):
         if last is not None and same and self._kernel.kernel.again(backend.paged):
             self._sampled = last
             return last.output
+        if batch.adapters is not None:
+            slots = [slot for slot, _ in AdapterRows(batch.adapters).groups]
+            if not self._kernel.adapts or (self._head or self._embed).is_adapted(slots):
+                return None
         angles = self._angles(batch)
         logits = self.logits_processor.memory(batch.sample_tokens.shape[0])
         out, sampling = arguments(logits, batch.sampling)

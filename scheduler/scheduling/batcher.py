@@ -338,6 +338,7 @@ class Batcher:
 
         No step may be in flight.
         """
+        self._repeatable = None
         for request in self.waiting.live():
             if request.adapter is before:
                 _forget_inputs(request)
@@ -699,8 +700,7 @@ class Batcher:
 
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         forward, sampling = batch.forward, batch.forward.sampling
-        more = forward.window_slots, forward.adapters, sampling.given
-        if batch.drafts is not None or any(each is not None for each in more):
+        if any(each is not None for each in (batch.drafts, forward.window_slots, sampling.given)):
             return False
         if sampling.special is not None and not sampling.special.repeats:
             return False

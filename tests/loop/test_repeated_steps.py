@@ -1,6 +1,8 @@
 """A decode step made of the one before it, against the same step built anew."""
 
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.lora import ALL_LINEAR, make_adapter
 from support.scripted import EngineDriver, prompt_of, tokens_of
 
-from caesura.io_struct import SamplingParams
+from caesura.io_struct import LoadAdapterReqInput, SamplingParams
 from caesura.scheduler.memory import moves
 from caesura.scheduler.scheduling.batcher import Batcher
 
@@ -87,20 +90,32 @@ def test_a_repeated_step_is_the_one_that_would_be_built(folder, depth, speculati
     assert compared.edited > 20
 
 
-def played(driver: EngineDriver, *, moving: bool) -> tuple[list[Any], int]:
-    """Return the results of some requests, and in how many ticks a call was made again."""
+def played(driver: EngineDriver, *, moving: bool, adapters: Sequence[Path] = ()) -> tuple[list[Any], int]:
+    """Return the results of some requests, and in how many ticks a call was made again.
+
+    With ``moving`` every step is built anew, and called as if memory had moved. Half of the requests have an
+    adapter, the first of ``adapters``, which becomes the next one on the way.
+    """
     kernel = driver.engine.model._kernel.kernel
-    options = {"return_raw_logprob": True, "return_sampled_logprob": True}
+    options: dict[str, Any] = {"return_raw_logprob": True, "return_sampled_logprob": True}
     rids = []
     for number in range(4):
         edits: dict[str, Any] = {"frequency_penalty": 0.4, "logit_bias": {9: 1.5}} if number % 2 else {}
         params = SamplingParams(
             max_new_tokens=30 + 3 * number, seed=number, ignore_eos=True, top_k=20, **edits
         )
+        if adapters and number % 2:
+            options["adapter"] = "a"
         rids.append(driver.generate(prompt_of(5 * number + 1, number), sampling_params=params, **options))
     again = 0
-    for _ in range(50):
-        moves.count += moving
+    for tick in range(50):
+        if tick and tick % 12 == 0 and tick // 12 < len(adapters):
+            driver.pause("in_place")
+            load(driver, adapters[tick // 12])
+            driver.go_on()
+        if moving:
+            moves.count += 1
+            driver.engine.batcher._repeatable = None
         before = kernel._last
         driver.tick(1)
         again += before is not None and kernel._last is before and bool(driver.engine.live)
@@ -119,3 +134,24 @@ def test_a_call_made_again_has_the_bits_of_a_new_one(folder, depth):
         found, again = played(driver, moving=False)
     assert found == expected
     assert again > 20
+
+
+def load(driver: EngineDriver, adapter: Path) -> None:
+    driver.call(LoadAdapterReqInput(name="a", path=str(adapter), on_running="keep"))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("head", [False, True])
+def test_calls_with_adapters_are_made_again(tmp_path, depth, head):
+    make_checkpoint(tmp_path / "base", "qwen3")
+    modules = (*ALL_LINEAR, "lm_head") if head else ALL_LINEAR
+    adapters = [make_adapter(tmp_path / "base", tmp_path / str(i), modules, seed=i) for i in range(3)]
+    results = []
+    for moving in (True, False):
+        options: dict[str, Any] = {"pipeline_depth": depth, "prefix_cache": False, "enable_lora": True}
+        with EngineDriver(tmp_path / "base", scripted=False, **options) as driver:
+            load(driver, adapters[0])
+            found, again = played(driver, moving=moving, adapters=adapters)
+        assert (again > 15) == (not moving and not head), "an adapter of the head is not in the call"
+        results.append(found)
+    assert results[0] == results[1]
