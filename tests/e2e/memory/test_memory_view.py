@@ -134,10 +134,10 @@ def test_the_stages_of_everything_are_in_status(driver, other_model):
 
 
 def test_a_real_step_counts_its_sampling(tiny_model):
-    # A bias is added between head and sampler.
+    # Log-probabilities of edited logits are not those of the one call.
     params = SamplingParams(max_new_tokens=4, ignore_eos=True, logit_bias={5: 1.0})
     with EngineDriver(str(tiny_model), scripted=False) as driver:
-        driver.generate([5, 6, 7], sampling_params=params)
+        driver.generate([5, 6, 7], sampling_params=params, return_logprob=True, top_logprobs_num=1)
         driver.run_until_idle()
         stages = {stage.name: stage for stage in driver.status().stages}
     assert stages["sample"].count == stages["prefill"].count + stages["decode"].count

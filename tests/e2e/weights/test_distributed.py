@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from select import select
 
 import pytest
 import torch
@@ -234,6 +235,7 @@ def test_generation_goes_on_until_the_first_tensor_is_there(driver, trainer, oth
     step = status.step
     assert step > 10
     trainer.beside(lambda: trainer.broadcast_each(weights))
+    assert select([driver.engine.wakeup.fd], [], [], PATIENCE)[0], "the first tensor has not come"
     driver.run_until_idle()
     trainer.finish()
     spans = driver.result(rid).weight_versions

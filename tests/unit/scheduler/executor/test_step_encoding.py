@@ -123,6 +123,9 @@ def test_every_step_comes_back_as_it_was(tmp_path, monkeypatch):
                     driver.generate(prompt_of(40 + number), sampling_params=params, **details)
             driver.generate(list(range(3, 97)), 6)  # whatever is sampled goes on somewhere
             driver.run_until_idle()
+            driver.complete(
+                prompt_of(40), sampling_params=SamplingParams(max_new_tokens=6, presence_penalty=0.5)
+            )
             assert driver.status().step_failures.failed == 0
     assert FIELDS - seen == OF_THE_DEVICE
 
