@@ -8,7 +8,8 @@ One step mixes all decoding requests (one token each) with as many prompt tokens
   ranks have pages of their own. The oldest request always advances.
 - A slot whose step is in flight keeps its pages: preemption, retraction and release wait for the step.
 - The first step after a barrier takes no prompts if requests decode: those were stopped, and prompts have
-  gathered meanwhile. Of two such steps in a row, the second takes prompts.
+  gathered meanwhile. Of two such steps in a row, the second takes prompts, and where updates restart prompts
+  again and again, all do until one is complete.
 - A prefix is computed once: a request waits while a running request computes the same prompt, then shares its
   pages and, if it wants any, the prompt's log-probabilities.
 - If a call raises, every request stays where it was, or where a later call finds it.
@@ -42,6 +43,8 @@ LOOK_AHEAD = 128
 """Queued requests that one start looks at, when many of them wait for a shared prefix."""
 PAGES_PER_SKIPPED_REQUEST = 2
 """Free pages left for each skipped request: for the unshared end of its prompt, and to grow."""
+_MOST_RESTARTS = 2
+"""Restarts of prompts, none of which was complete before, after which stops delay no prompt any more."""
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Batcher:
         self.after_barrier = False
         """True: no step has been built since the steps were stopped."""
         self._was_decode_alone = False
+        self._restarts = 0  # of prompts since one was complete
         self._chunk_sizer = chunks
         self._routing = routing
         self._grammars = grammars
@@ -179,7 +183,8 @@ class Batcher:
         if self._decode_slots is None:  # a preemption has removed rows
             decode = decode[np.isin(decode, self._ready_decode_slots())]
         chunks = []
-        self._was_decode_alone = self.after_barrier and not self._was_decode_alone and len(decode) > 0
+        waits = self.after_barrier and not self._was_decode_alone and self._restarts < _MOST_RESTARTS
+        self._was_decode_alone = waits and len(decode) > 0
         self.after_barrier = False
         if not self._was_decode_alone:
             budget = self._chunk_sizer.budget(len(decode))
@@ -328,6 +333,7 @@ class Batcher:
 
     def restart_prefills(self) -> None:
         """Requeue all in prefill: KV and prompt logprobs must come from the weights that sample."""
+        self._restarts += bool(self._prefilling)
         for request in self._prefilling[::-1]:
             self._requeue(request, keep_prefix=False, count=False)
         for request in self.waiting.live():
@@ -339,6 +345,7 @@ class Batcher:
         No step may be in flight.
         """
         self._repeatable = None
+        self._restarts += any(request.adapter is before for request in self._prefilling)
         for request in self.waiting.live():
             if request.adapter is before:
                 _forget_inputs(request)
@@ -736,6 +743,8 @@ class Batcher:
         table, slots = self.table, batch.slots
         table.scheduled[slots] = batch.ends
         table.inflight[slots] += 1
+        if batch.completed:
+            self._restarts = 0
         for request in batch.completed:
             request.phase = Phase.DECODE
             self._prefilling.remove(request)

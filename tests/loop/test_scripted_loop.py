@@ -58,6 +58,22 @@ def test_the_first_step_after_a_stop_only_decodes(driver, other_model, updates):
         driver.check(rid)
 
 
+def test_prompts_end_under_updates_at_every_step(driver, tiny_model, other_model):
+    running = driver.generate(prompt_of(4), 60)
+    driver.tick(4)
+    waiting = driver.generate(prompt_of(60), 1)
+    for paths in (other_model, tiny_model) * 6:
+        launched = len(driver.runner.launches)
+        while len(driver.runner.launches) == launched:
+            driver.tick()
+        driver.pause("in_place")
+        driver.update(paths, flush_cache=False)
+        driver.go_on(torch_empty_cache=False)
+    assert driver.result(waiting)
+    driver.run_until_idle()
+    driver.check(running)
+
+
 def test_prefix_hit_of_a_finished_request(driver):
     prompt = prompt_of(40)
     result = driver.complete(prompt, 20)

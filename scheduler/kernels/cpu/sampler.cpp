@@ -272,7 +272,7 @@ static void sample_from(const Sampling& a, const E* logits, int64_t row, const W
                                   to_item(to_float(logits[last]) / temperature, last);
     }
     const float logit = to_float(logits[token]);
-    const double distance = (double)(logit / temperature) - (double)largest;
+    const double distance = (double)(logit / temperature) - (double)largest + 0.0;  // 0 is never -0
     a.tokens[row] = token;
     if (a.last_kept) a.last_kept[row] = last;
     a.logprobs[row] = (float)(distance - std::log(total));
