@@ -93,8 +93,8 @@ class SpecialRows:
     """int64 [N, M]: `token_ids_logprob`, padded with token 0."""
     num_counters: int
     """Number of counters that the table must have."""
-    edited: Tensor
-    """bool [E]: rows with penalties, biases or allowed tokens."""
+    edited: np.ndarray
+    """bool [E], on the host: rows with penalties, biases or allowed tokens."""
     in_one_call: bool
     """True if these are all that there is, and rows that want :class:`FurtherLogprobs` have none."""
     repeats: bool

@@ -152,11 +152,8 @@ class SpecialSampler:
         token_ids: Tensor,
         last_kept: Tensor | None = None,
     ) -> FurtherLogprobs:
-        """Return what is wanted of ``rows`` of ``logits``, as :func:`further_of`; ``kept`` if compiled."""
-        if self._ordinary.compiled is None:
-            scaled = logits.index_select(0, rows) / temperature[:, None]
-            any_logprobs = top > 0 or token_ids.shape[1] > 0
-            return further_of(torch.log_softmax(scaled, 1) if any_logprobs else scaled, top, token_ids)
+        """Return what the compiled sampler finds of ``rows`` of ``logits``."""
+        assert self._ordinary.compiled is not None
         top = min(top, self._vocab_size)
         top_ids, best, of_ids, kept = self._ordinary.compiled.further(
             logits, rows, temperature, top, token_ids, last_kept
@@ -172,7 +169,7 @@ class SpecialSampler:
             return None
         self._counters.begin(rows)
         places, edited = torch.full((count,), -1), len(rows.rows)
-        places[rows.rows] = torch.arange(edited).where(rows.edited, -1)
+        places[rows.rows] = torch.from_numpy(np.where(rows.edited, np.arange(edited), -1))
         if rows.allowed_ids is not None and rows.restricted is not None:
             allowed = rows.allowed_ids, rows.restricted
         else:
@@ -236,11 +233,18 @@ class SpecialSampler:
             out.raw_logprobs[index] = raw.where(sampled.token_ids >= 0, torch.nan)
         if chosen.start == chosen.stop:
             return []
-        temperature = selected.temperature[local]
-        further = self._further(unfiltered, local, temperature, rows.top, rows.token_ids[chosen])
+        temperature, token_ids, scaled = selected.temperature[local], rows.token_ids[chosen], None
+        if self._ordinary.compiled is not None:
+            further = self._further(unfiltered, local, temperature, rows.top, token_ids)
+        else:
+            scaled = unfiltered.index_select(0, local) / temperature[:, None]
+            any_logprobs = rows.top > 0 or token_ids.shape[1] > 0
+            logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
+            further = further_of(logprobs, rows.top, token_ids)
         if sampled.last_kept is not None:
-            filtered = edited.index_select(0, local) / temperature[:, None]
-            further.kept = _kept(filtered, sampled.last_kept[local])
+            if scaled is None or rows.grammar is not None:
+                scaled = edited.index_select(0, local) / temperature[:, None]
+            further.kept = _kept(scaled, sampled.last_kept[local])
         return [further]
 
     def _sample_again(

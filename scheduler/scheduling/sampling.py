@@ -426,7 +426,7 @@ def _special_rows(table: "RequestTable", slots: np.ndarray, positions: np.ndarra
         num_masked=int(masked.sum()),
         token_ids=torch.from_numpy(columns.token_ids.of(slots[wants])[0]),
         num_counters=columns.num_counters,
-        edited=torch.from_numpy(edited),
+        edited=edited,
         in_one_call=in_one_call,
         repeats=in_one_call and not (len(restarted) or too_early.any() or columns.words),
     )

@@ -298,7 +298,7 @@ def _rows(**fields: Any) -> SpecialRows:
     values |= dict.fromkeys(("counters", "restarted", "prompt_at", "output_at"), ids)
     values |= dict.fromkeys(("top", "num_masked", "num_counters"), 0)
     values |= dict.fromkeys(("in_one_call", "repeats"), False)
-    values["edited"] = torch.ones(len(fields["rows"]), dtype=torch.bool)
+    values["edited"] = np.ones(len(fields["rows"]), np.bool_)
     return SpecialRows(**{**values, **fields})
 
 
