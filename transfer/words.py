@@ -60,7 +60,7 @@ def address(name: str) -> int:
 
 
 def threads() -> ThreadPoolExecutor:
-    """Return as many threads as torch uses, for compiled functions, which let each other run."""
+    """Return the pool of as many threads as torch uses; no task of it may wait for another one."""
     return _threads(os.getpid())
 
 

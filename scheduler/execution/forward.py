@@ -96,9 +96,9 @@ class SpecialRows:
     edited: np.ndarray
     """bool [E], on the host: rows with penalties, biases or allowed tokens."""
     in_one_call: bool
-    """True if these are all that there is, and rows that want :class:`FurtherLogprobs` have none."""
+    """True if rows have no other edits, and no edited row wants :class:`FurtherLogprobs`."""
     repeats: bool
-    """True if the next step of the same rows has the same edits, and no others."""
+    """True if the next step of the same rows has exactly these edits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class FurtherLogprobs:
     logprobs: Tensor
     """[N]: those of the prompt's tokens; [0] for sampled positions."""
     top_ids: Tensor
-    """[N, F]; those of equal log-probabilities in any order."""
+    """[N, F]; by torch those of equal log-probabilities in any order, compiled by id."""
     top: Tensor
     """[N, F], descending; F >= K, or the whole vocabulary. The first K do not depend on F."""
     token_ids_logprobs: Tensor

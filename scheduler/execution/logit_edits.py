@@ -7,8 +7,8 @@ Invariants:
 - The table of counters grows by doubling, 4 bytes per token of the vocabulary for each request with penalties
   that ran at once, and does not shrink.
 - What is computed for a row depends on that row alone, and is the same bits by torch and by the compiled
-  sampler, which makes penalties, biases and allowed tokens itself while no row has other edits, and none with
-  edits wants more than a token.
+  sampler, which makes penalties, biases and allowed tokens itself if no row has a grammar or a bad word to
+  avoid, and no edited row wants log-probabilities of further tokens or a mask.
 
 Definitions, in SGLang's order: frequency and presence penalties are taken off; the repetition penalty divides
 positive logits and multiplies negative ones (Keskar et al., CTRL, 2019); biases are added, -inf for what must
@@ -126,14 +126,14 @@ class SpecialSampler:
 
     def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
         """Return what :meth:`Sampler.arguments` does, with the edits of a ``batch`` :meth:`in_one_call`."""
-        self._logits = logits
+        wants = batch.special is not None and len(batch.special.wants_host) > 0
+        self._logits = logits if wants else None  # or it would outlive the growth of its workspace
         edits = None if batch.special is None else self._edits(batch.special, len(logits))
         return self._ordinary.arguments(logits, _asking(batch), edits)
 
     def further_of_last(self, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
         """Return what rows of ``batch`` want beside their tokens, ``out`` of the last call."""
-        assert self._logits is not None
-        return self._wanted(self._logits, batch, out)
+        return None if self._logits is None else self._wanted(self._logits, batch, out)
 
     def _wanted(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
         rows = batch.special

@@ -136,7 +136,8 @@ class ModelRunner:
     def _repeat(self, batch: ForwardBatch) -> HostOutput | None:
         """Compute the step before once more, if ``batch`` is it with other contents; None if it is not.
 
-        By numpy alone: behind a step the caches hold weights, and the first call into torch takes 0.1 ms.
+        By numpy alone, unless rows want further log-probabilities: behind a step the caches hold weights, and
+        the first call into torch takes 0.1 ms.
         """
         last, self._last = self._last, None
         if last is None or last.batch is not batch:

@@ -1,8 +1,8 @@
 """Blocks of image and text tokens by fewer operations: norms, gates, heads and GELUs in one pass over memory.
 
 Invariants:
-- Products, attention and weights are the modules' own. The results are those of diffusers' blocks, but for
-  the order of sums.
+- Products and weights are the modules' own, packed or not. The results are those of diffusers' blocks, but
+  for the order of sums.
 - What has another form than the blocks below is left to diffusers.
 """
 
@@ -22,7 +22,7 @@ from ..kernels.modulation import (
 
 
 def use_joint_blocks(module: nn.Module) -> None:
-    """Have the blocks of image and text within ``module`` computed by :func:`_block`, and GELUs."""
+    """Replace how joint blocks, their attention, and GELUs with tanh within ``module`` compute."""
     from diffusers.models.activations import GELU  # an extra
     from diffusers.models.attention import JointTransformerBlock
     from diffusers.models.attention_processor import JointAttnProcessor2_0

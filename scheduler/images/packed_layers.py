@@ -6,7 +6,7 @@ of bfloat16, and waits twice as long for the weights of a few rows of float32.
 Invariants:
 - The weight of such a layer is the packed storage. Only slots know it as [out, in].
 - Sums are float32 and rounded once. A row's bits do not depend on the rows beside it.
-- Layers are packed wherever their component is, so images do not depend on that.
+- Layers are packed whether their component stays or comes and goes, so images do not depend on that.
 """
 
 from collections import Counter

@@ -149,7 +149,7 @@ def storage_shape(
 
 
 def whole_panels(start: int, stop: int) -> slice:
-    """Return the rows of storage that rows ``[start, stop)`` of the weight are within, and none outside."""
+    """Return the storage rows of the panels that contain rows ``[start, stop)`` of the weight."""
     return slice(start // _PANEL * _PANEL, -(-stop // _PANEL) * _PANEL)
 
 

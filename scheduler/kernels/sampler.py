@@ -12,6 +12,8 @@ from .native import INT, POINTER, SIZE, FurtherLogprobs, LogitEdits, Sampling
 
 _FURTHER = native.by_dtype("caesura_further_logprobs", POINTER, INT)
 _SAMPLE = native.by_dtype("caesura_sample", POINTER, INT)
+_MOST_ALLOWED = 1024
+"""Allowed tokens of a row, whatever the vocabulary: their logits are kept in two buffers of 256 items."""
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
@@ -174,6 +176,8 @@ class RowSampler:
         _check_each("edits", expected)
         if held > edited:
             raise ValueError(f"penalties of {held} rows do not fit {edited} edited ones")
+        if allowed_ids.shape[1] > _MOST_ALLOWED:
+            raise ValueError(f"{allowed_ids.shape[1]} allowed tokens do not fit into the workspace")
         made = LogitEdits(
             len(places), places.data_ptr(), held, *(t.data_ptr() for t in (*penalties, counters, counts)),
             ids.shape[1], ids.data_ptr(), values.data_ptr(),

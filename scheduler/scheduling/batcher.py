@@ -44,7 +44,7 @@ LOOK_AHEAD = 128
 PAGES_PER_SKIPPED_REQUEST = 2
 """Free pages left for each skipped request: for the unshared end of its prompt, and to grow."""
 _MOST_RESTARTS = 2
-"""Restarts of prompts, none of which was complete before, after which stops delay no prompt any more."""
+"""Restarts without a prompt that was complete before, after which barriers delay prompts no more."""
 
 
 @dataclass(slots=True)
@@ -176,6 +176,7 @@ class Batcher:
         """Build the next step; None if nothing can run, or a step in flight must be completed first."""
         self._starting = None
         if restarted := self._restarted_chunks():
+            self.after_barrier = self._was_decode_alone = False
             return self._next(np.empty(0, np.int64), restarted)
         decode = self._rotate_decode_rows(self._ready_decode_slots())
         if not self._extend_decode_pages(decode):

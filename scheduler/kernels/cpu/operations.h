@@ -309,7 +309,7 @@ struct FurtherLogprobs {
     int64_t others;
     const int64_t* ids;  // [count, others]
     float* logprobs;
-    const int64_t* last_kept;  // [count], as of Sampling; nullptr: nobody asks for
+    const int64_t* last_kept;  // [count], as of Sampling; nullptr: not wanted
     uint8_t* kept;             // [count, vocabulary]: 1 for each token that the filters keep
     double* workspace;         // as that of Sampling
 };

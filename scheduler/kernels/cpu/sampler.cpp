@@ -196,7 +196,7 @@ static Filter filter_of(const Sampling& a, int64_t row) {
     return {smaller(top_k, a.vocabulary), (double)a.top_p[row], a.min_p ? a.min_p[row] : 0.0f};
 }
 
-// The row's logits after its edits, in `to`. `kept` holds as many floats.
+// The row's logits after its edits, in `to`. `kept` holds those of the allowed tokens, 1,024 at most.
 template <class E>
 static void edit_row(const LogitEdits& edits, int64_t place, const E* logits, int64_t vocabulary, float* to, float* kept) {
     for (int64_t i = 0; i < vocabulary; i++) to[i] = to_float(logits[i]);
