@@ -47,8 +47,8 @@ def rollout(client: SchedulerClient, workload: Workload, way: str, turn: int, *,
     seed = 2 * (turn * len(WAYS) + [*WAYS].index(way)) + first_only  # no prompts twice: prefixes are cached
     for number, prompt in enumerate(workload.prompts(seed)):
         sampling, record = WAYS["plain" if first_only and number else way]
-        params = SamplingParams(**{"max_new_tokens": workload.new_tokens} | PLAIN | sampling)
-        handles.append(client.submit(prompt, params, **record))
+        chosen: Options = {"max_new_tokens": workload.new_tokens, **PLAIN, **sampling}
+        handles.append(client.submit(prompt, SamplingParams(**chosen), **record))
     tokens = sum(len(handle.result().output_ids) for handle in handles)
     return tokens / (perf_counter() - started)
 
