@@ -1,5 +1,5 @@
-"""Pickles as foreign clients send them. Only this module of the tests makes any; none is read back but by
-tests/unit/io_struct/test_legacy_pickle.py, which compares Python's unpickler with the product's reader.
+"""Pickles as foreign clients send them. Only this module and tests/unit/io_struct/test_legacy_pickle.py make
+any; none is read back but by the latter, which compares Python's unpickler with the product's reader.
 """
 
 import base64
