@@ -35,7 +35,7 @@ struct Workspace {
     uint64_t* scratch;  // the same
     float* edited;      // the same, of a row whose logits are edited
 
-    static int64_t size(int64_t blocks) { return round_up(blocks, 8) + 2 * MAX_BUCKETS + 3 * blocks * BLOCK; }
+    static int64_t size(int64_t blocks) { return round_up(blocks, 8) + 2 * MAX_BUCKETS + 5 * blocks * BLOCK / 2; }
     Workspace(double* start, int64_t blocks)
         : blocks(start), buckets((Bucket*)(start + round_up(blocks, 8))), items((uint64_t*)(buckets + MAX_BUCKETS)),
           scratch(items + blocks * BLOCK), edited((float*)(scratch + blocks * BLOCK)) {}
@@ -150,6 +150,20 @@ struct FilteredRow {
 template <class E>
 static bool block_begins_before(const FilteredRow<E>& row, int64_t begin, float depth) {
     return (row.largest - (float)row.maxima[begin / BLOCK] / row.temperature) * row.density < depth;
+}
+
+// Writes those of the lanes that are set one after the other, then whatever, LANES in all; returns how many are set. AVX-512 has
+// one of its own.
+template <class V>
+static int64_t compress(float* p, V x, uint32_t lanes) {
+    float all[LANES];
+    store(all, x);
+    int64_t count = 0;
+    for (int i = 0; i < LANES; i++) {
+        p[count] = all[i];
+        count += lanes >> i & 1;
+    }
+    return count;
 }
 
 // Writes how far a block's tokens lie below the largest, in whole vectors padded by infinity; returns how many it has.

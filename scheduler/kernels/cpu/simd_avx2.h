@@ -235,13 +235,3 @@ CAESURA_INLINE F difference(F a, F b) { return _mm256_xor_ps(a, b); }
 CAESURA_INLINE F either(F a, F b) { return _mm256_or_ps(a, b); }
 CAESURA_INLINE bool any(F x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
 CAESURA_INLINE uint32_t negative(F x) { return (uint32_t)_mm256_movemask_ps(x); }
-CAESURA_INLINE int64_t compress(float* p, F x, uint32_t lanes) {
-    float all[LANES];
-    store(all, x);
-    int64_t count = 0;
-    for (int i = 0; i < LANES; i++) {
-        p[count] = all[i];
-        count += lanes >> i & 1;
-    }
-    return count;
-}

@@ -281,7 +281,7 @@ CAESURA_INLINE bool any(F x) { return _mm512_test_epi32_mask((__m512i)x, (__m512
 // The lanes that are below 0, as bits.
 CAESURA_INLINE uint32_t negative(F x) { return _mm512_movepi32_mask((__m512i)x); }
 
-// Writes those of the lanes that are set one after the other, then whatever, LANES in all; returns how many are set.
+// As that of sampler_filter.h, by one instruction.
 CAESURA_INLINE int64_t compress(float* p, F x, uint32_t lanes) {
     store(p, _mm512_maskz_compress_ps((__mmask16)lanes, x));
     return __builtin_popcount(lanes);

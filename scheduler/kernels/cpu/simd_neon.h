@@ -298,14 +298,3 @@ CAESURA_INLINE void transpose(F (&x)[8]) {
 }
 
 CAESURA_INLINE void stream(float* p, F x) { store(p, x); }
-
-CAESURA_INLINE int64_t compress(float* p, F x, uint32_t lanes) {
-    float all[LANES];
-    store(all, x);
-    int64_t count = 0;
-    for (int i = 0; i < LANES; i++) {
-        p[count] = all[i];
-        count += lanes >> i & 1;
-    }
-    return count;
-}
