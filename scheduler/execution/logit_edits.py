@@ -86,7 +86,6 @@ class SpecialSampler:
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self.chunk_rows = max(1, bound // (4 * vocab_size))
         self._counters = TokenCounters(vocab_size, device)
-        self._logits: Tensor | None = None  # of the last call that samples by itself
         self.exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
         self._in_torch: Sampler | None = None
 
@@ -101,7 +100,7 @@ class SpecialSampler:
         """Sample from ``logits`` [S, V]; ``before``, int64 [S], are the tokens before, for ``word_ends``."""
         if self.in_one_call(batch) and isinstance(logits, Tensor):
             out = self._ordinary.sample(logits, _asking(batch), self._edits(rows, len(logits)))
-            out.further = self._wanted(logits, batch, out)
+            out.further = self.wanted(logits, batch, out)
             return out
         self._counters.begin(rows)
         if len(rows.rows) < len(logits):
@@ -126,16 +125,11 @@ class SpecialSampler:
 
     def arguments(self, logits: Tensor, batch: SamplingBatch) -> tuple[SamplerOutput, Sampling]:
         """Return what :meth:`Sampler.arguments` does, with the edits of a ``batch`` :meth:`in_one_call`."""
-        wants = batch.special is not None and len(batch.special.wants_host) > 0
-        self._logits = logits if wants else None  # or it would outlive the growth of its workspace
         edits = None if batch.special is None else self._edits(batch.special, len(logits))
         return self._ordinary.arguments(logits, _asking(batch), edits)
 
-    def further_of_last(self, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
-        """Return what rows of ``batch`` want beside their tokens, ``out`` of the last call."""
-        return None if self._logits is None else self._wanted(self._logits, batch, out)
-
-    def _wanted(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
+    def wanted(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> FurtherLogprobs | None:
+        """Return what rows of a ``batch`` :meth:`in_one_call` want beside their tokens, those of ``out``."""
         rows = batch.special
         if rows is None or not len(rows.wants_host):
             return None

@@ -29,7 +29,15 @@ from ..memory.device_module import DeviceModule, graphs_of, streams_of
 from ..models.causal_lm import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from ..parallel.group import SINGLE, TensorParallel
-from .forward import AttentionBackend, CapturableBackend, ForwardBatch, ForwardOutput, HostOutput, StepLimits
+from .forward import (
+    AttentionBackend,
+    CapturableBackend,
+    ForwardBatch,
+    ForwardOutput,
+    FurtherLogprobs,
+    HostOutput,
+    StepLimits,
+)
 from .graphs import DecodeGraphs
 from .logit_edits import SpecialSampler, input_logprobs
 from .sampler import Sampler, SamplerOutput
@@ -150,7 +158,7 @@ class ModelRunner:
         sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is None:
             return None
-        sampled.further = self._special.further_of_last(batch.sampling, sampled)
+        sampled.further = self._further(batch, sampled)
         if sampled is not last.sampled:
             last = _OneCall(batch, sampled)
         self._record_experts(batch)
@@ -278,13 +286,20 @@ class ModelRunner:
         self._take_tokens(batch)
         sampled = self.model.sample(batch, self.backend, self._special.arguments)
         if sampled is not None:
-            sampled.further = self._special.further_of_last(batch.sampling, sampled)
+            sampled.further = self._further(batch, sampled)
             self._record_experts(batch)
             self._keep_tokens(batch, sampled)
             decodes = batch.num_decode == batch.num_rows == batch.sample_slots.shape[0]
             if decodes:
                 self._last = _OneCall(batch, sampled)
         return sampled
+
+    def _further(self, batch: ForwardBatch, sampled: SamplerOutput) -> FurtherLogprobs | None:
+        """Return what rows want beside their tokens, from the logits of the call that has sampled them."""
+        if batch.sampling.special is None:
+            return None
+        logits = self.model.logits_processor.memory(len(sampled.token_ids))
+        return self._special.wanted(logits, batch.sampling, sampled)
 
     def _take_tokens(self, batch: ForwardBatch) -> None:
         decode = batch.num_decode

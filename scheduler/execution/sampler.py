@@ -171,14 +171,14 @@ class Sampler:
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
         serving = TORCH if in_torch else best("sampler", device, dtype)
-        self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
+        self.compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
         self._triton: TritonSampler | None = None
         self._in_torch: Sampler | None = None
         if serving == TRITON:
             kernels = import_module("..kernels.triton_sampler", __package__)
             if vocab_size <= kernels.LARGEST_VOCABULARY:
                 self._triton = kernels.TritonSampler(vocab_size, max_rows, device)
-        held = self._chunk_rows if self._compiled is None and self._triton is None else 0
+        held = self._chunk_rows if self.compiled is None and self._triton is None else 0
         # Filled: the pages are touched now instead of in the first step, and the padding stays -inf.
         self._scaled = torch.full((held, width), -torch.inf, device=device)
         self._probs = torch.zeros((held, width), device=device)
@@ -201,9 +201,9 @@ class Sampler:
         if self._triton is not None:
             out = self._sample_triton(self._triton, logits, batch)
             return out if batch.given is None else self._with_given(logits, batch, batch.given, out)
-        if self._compiled is not None:
+        if self.compiled is not None:
             out, arguments = self.arguments(logits, batch, edits)
-            self._compiled.sample(arguments, self.dtype)
+            self.compiled.sample(arguments, self.dtype)
             return out
         rows = logits.shape[0]
         out = SamplerOutput.empty(rows, logits.device, batch)
@@ -233,10 +233,10 @@ class Sampler:
         self, logits: Tensor, batch: SamplingBatch, edits: LogitEdits | None = None
     ) -> tuple[SamplerOutput, Sampling]:
         """Return memory for results, and the compiled sampler's arguments; both must outlive its call."""
-        assert self._compiled is not None
+        assert self.compiled is not None
         out = SamplerOutput.empty(logits.shape[0], logits.device, batch)
         filtered = batch.any_filtered
-        return out, self._compiled.arguments(
+        return out, self.compiled.arguments(
             logits,
             batch.temperature if batch.any_sampled else None,
             batch.greedy,
@@ -253,20 +253,16 @@ class Sampler:
             edits=edits,
         )
 
-    @property
-    def compiled(self) -> RowSampler | None:
-        return self._compiled
-
     def logprobs_of(self, logits: Tensor, targets: Tensor, known: Tensor | None = None) -> Tensor:
         """Return float32 [S]: the log-softmax of ``logits`` [S, V], ``known`` or not, at ``targets``."""
-        if self._compiled is None:
+        if self.compiled is None:
             known = torch.log_softmax(logits.float(), 1) if known is None else known
             return known.gather(1, targets[:, None])[:, 0]
         rows = len(logits)
         found, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         greedy, uniforms = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.float64)
         per_row = None, greedy, uniforms, tokens, found, None
-        self._compiled.sample(self._compiled.arguments(logits, *per_row, given=targets), logits.dtype)
+        self.compiled.sample(self.compiled.arguments(logits, *per_row, given=targets), logits.dtype)
         return found
 
     @property

@@ -287,8 +287,8 @@ class DecoderForCausalLM(CausalLM):
             self._sampled = last
             return last.output
         if batch.adapters is not None:
-            slots = [slot for slot, _ in AdapterRows(batch.adapters).groups]
-            if not self._kernel.adapts or (self._head or self._embed).is_adapted(slots):
+            head, rows = self._head or self._embed, AdapterRows(batch.adapters)
+            if not self._kernel.adapts or head.is_adapted([slot for slot, _ in rows.groups]):
                 return None
         angles = self._angles(batch)
         logits = self.logits_processor.memory(batch.sample_tokens.shape[0])
