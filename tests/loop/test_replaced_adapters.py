@@ -63,6 +63,28 @@ def test_prompts_are_scored_by_the_version_that_samples(base, tmp_path, ticks, o
     np.testing.assert_allclose(scores(found), scores(old if epochs[0] == 1 else new), atol=1e-5)
 
 
+def test_prompts_end_under_adapters_replaced_at_every_step(base, tmp_path):
+    paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2)]
+    options = {"enable_lora": True, "chunked_prefill_size": 32, "dtype": "float32"}
+    with EngineDriver(str(base), scripted=False, **options) as driver:
+        load(driver, paths[0])
+        running = driver.generate(PROMPT, 60)
+        driver.hear()
+        driver.tick(4)
+        waiting = driver.generate(PROMPT + PROMPT[:20], 1, adapter="a")
+        driver.hear()
+        for cycle in range(1, 13):
+            step = driver.engine.state.step
+            while driver.engine.state.step == step:
+                driver.tick()
+            driver.pause("in_place")
+            load(driver, paths[cycle % 2], "keep")
+            driver.go_on()
+        assert driver.result(waiting)
+        driver.run_until_idle()
+        assert driver.result(running)
+
+
 def test_a_session_publishes_its_adapters_at_its_commit(base, tmp_path):
     paths = [make_adapter(base, tmp_path / str(i), ALL_LINEAR, seed=i) for i in range(2)]
     with EngineDriver(str(base), scripted=False, enable_lora=True, max_loras=2, dtype="float32") as driver:

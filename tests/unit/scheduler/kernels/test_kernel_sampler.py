@@ -1,5 +1,6 @@
 """The compiled sampler and its filters: against torch, the definition in float64, and on constructed rows."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -357,6 +358,33 @@ def test_the_likeliest_tokens_are_those_of_all(dtype, spread):
                 for row in zip((-found[:3]).tolist(), found_ids[:3].tolist(), strict=True):
                     pairs = list(zip(*row, strict=True))
                     assert pairs == sorted(set(pairs)), "descending, by id where equal, each once"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_are_the_tokens_up_to_the_last(dtype):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(-4, 4, (5, 1000), generator=generator).to(dtype)
+    logits[2, 10:] = -torch.inf
+    rows, temperature = torch.tensor([4, 2, 2, 0, 1]), torch.tensor([0.7, 1.0, 1.0, 1.9, 1.0])
+    last = torch.tensor([600, 9, -1, -1, 999])
+    none = torch.empty((5, 0), dtype=torch.int64)
+    for _ in instruction_sets():
+        *_, kept = RowSampler(1000).further(logits, rows, temperature, 0, none, last)
+        for row, end, found in zip(rows.tolist(), last.tolist(), kept.tolist(), strict=True):
+            values = logits[row].tolist()
+            place = [(-value, token) for token, value in enumerate(values)]
+            border = (math.inf, 0) if end < 0 else place[end]
+            assert found == [at <= border and values[at[1]] > -math.inf for at in place]
+
+
+def test_a_logprob_of_zero_has_no_sign():
+    logits = torch.full((63, 64), -1.0)
+    logits[:, 0] = -0.0
+    logits[torch.arange(63), torch.arange(63) + 1] = 0.0
+    for _ in instruction_sets():
+        found = Rows.of(logits, np.full(63, 0.3), top_k=1).compiled()
+        assert found.token_ids.tolist() == [0] * 63
+        assert not found.sampled_logprobs.any() and not found.sampled_logprobs.signbit().any()
 
 
 def test_fewer_likeliest_tokens_are_the_first_of_more():
