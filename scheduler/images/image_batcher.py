@@ -41,7 +41,7 @@ class ImageBatcher:
 
     prompt_tokens = cached_tokens = prefilled_tokens = drafts = drafted_tokens = accepted_tokens = 0
     speculation = None
-    after_barrier = False
+    after_barrier = False  # set as that of a Batcher, and nothing waits for it here
 
     def __init__(
         self,

@@ -83,6 +83,8 @@ class GlibcHostDevice(HostDevice):
     def __init__(self, libc: ctypes.CDLL) -> None:
         super().__init__()
         self._mallopt = libc.mallopt
+        self._mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+        self._mallopt.restype = ctypes.c_int
         self._trim = libc.malloc_trim
         self._trim.argtypes = [ctypes.c_size_t]
         self._trim.restype = ctypes.c_int
